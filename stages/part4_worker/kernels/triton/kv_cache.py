@@ -1,0 +1,80 @@
+"""Writes to the KV pool and to the request table in Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import row_strided
+
+
+@triton.jit
+def _store_kv_kernel(
+    k, v, k_cache, v_cache, loc, k_stride, v_stride, cache_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    slot = tl.load(loc + row).to(tl.int64)
+    key = tl.load(k + row * k_stride + column, mask=inside)
+    value = tl.load(v + row * v_stride + column, mask=inside)
+    tl.store(k_cache + slot * cache_stride + column, key.to(k_cache.dtype.element_ty), mask=inside)
+    tl.store(v_cache + slot * cache_stride + column, value.to(v_cache.dtype.element_ty), mask=inside)
+
+
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, loc: torch.Tensor
+) -> None:
+    """See the native twin."""
+    rows, heads, dim = k.shape
+    k, v = row_strided(k), row_strided(v)
+    if rows:
+        _store_kv_kernel[(rows,)](
+            k,
+            v,
+            k_cache,
+            v_cache,
+            loc.contiguous(),
+            k.stride(0),
+            v.stride(0),
+            k_cache.stride(0),
+            WIDTH=heads * dim,
+            BLOCK=triton.next_power_of_2(heads * dim),
+        )
+
+
+@triton.jit(do_not_specialize=["width"])
+def _assign_kernel(
+    req_to_token, req_pool_indices, start, slots, lens, table_stride, slots_stride, width, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (column < tl.load(lens + row)) & (column < width)
+    slot = tl.load(slots + row * slots_stride + column, mask=inside, other=0)
+    target = req_to_token + tl.load(req_pool_indices + row) * table_stride + tl.load(start + row)
+    tl.store(target + column, slot.to(req_to_token.dtype.element_ty), mask=inside)
+
+
+def assign_req_to_token(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    start: torch.Tensor,
+    slots: torch.Tensor,
+    lens: torch.Tensor,
+) -> None:
+    """See the native twin."""
+    bs, width = slots.shape
+    slots = row_strided(slots)
+    if bs and width:
+        _assign_kernel[(bs, triton.cdiv(width, 128))](
+            req_to_token,
+            req_pool_indices.contiguous(),
+            start.contiguous(),
+            slots,
+            lens.contiguous(),
+            req_to_token.stride(0),
+            slots.stride(0),
+            width,
+            BLOCK=128,
+        )

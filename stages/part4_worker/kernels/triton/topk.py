@@ -1,0 +1,165 @@
+"""The largest entries of a row in Triton, ties to the lowest index.
+
+A long row is cut into blocks, so that a batch of one still keeps many programs busy: each block names its k
+largest, and a second kernel chooses among those. Value and index are packed into one integer key, as in the
+native twin.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import row_strided
+
+_BLOCK = 2048
+_NO_KEY = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def _keys(x, index, inside):
+    """int64 keys that sort as (value, then lower index first) does."""
+    value = tl.where(x == 0, 0.0, x)  # -0.0 is equal to 0.0
+    bits = value.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = (ordered.to(tl.int64) << 32) | (0xFFFFFFFF - index.to(tl.int64))
+    return tl.where(inside, key, _NO_KEY)
+
+
+@triton.jit
+def _value(key):
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sum_exp(x, inside, base):
+    safe = tl.where(base == float("-inf"), 0.0, base)
+    return tl.sum(tl.where(inside, tl.exp(x - safe), 0.0), 0)
+
+
+@triton.jit
+def _block_kernel(
+    x,
+    keys,
+    maxima,
+    sums,
+    stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    inside = index < N
+    value = tl.load(x + row * stride + index, mask=inside, other=float("-inf")).to(tl.float32)
+    cell = row * tl.num_programs(1) + block
+    if SOFTMAX:
+        base = tl.max(value, 0)
+        tl.store(maxima + cell, base)
+        tl.store(sums + cell, _sum_exp(value, inside, base))
+    key = _keys(value, index, inside)
+    for rank in range(K):
+        best = tl.max(key, 0)
+        tl.store(keys + cell * K + rank, best)
+        key = tl.where(key == best, _NO_KEY, key)
+
+
+@triton.jit
+def _select_kernel(
+    x,
+    keys,
+    maxima,
+    sums,
+    values,
+    indices,
+    stride,
+    COUNT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS2: tl.constexpr,
+):
+    """Choose K of COUNT entries: of x itself if BLOCKS is 0, else of what the blocks have named."""
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    inside = index < COUNT
+    if BLOCKS == 0:
+        x_value = tl.load(x + row * stride + index, mask=inside, other=float("-inf")).to(tl.float32)
+        key = _keys(x_value, index, inside)
+        base = tl.max(x_value, 0)
+        total = _sum_exp(x_value, inside, base) if SOFTMAX else 1.0
+    else:
+        key = tl.load(keys + row * COUNT + index, mask=inside, other=_NO_KEY)
+        base = _value(tl.max(key, 0))
+        total = 1.0
+        if SOFTMAX:
+            block = tl.arange(0, BLOCKS2)
+            there = block < BLOCKS
+            part = tl.load(sums + row * BLOCKS + block, mask=there, other=0)
+            peak = tl.load(maxima + row * BLOCKS + block, mask=there, other=float("-inf"))
+            total = tl.sum(part * tl.exp(peak - base), 0)
+    for rank in range(K):
+        best = tl.max(key, 0)
+        value = _value(best)
+        if SOFTMAX:
+            value = tl.exp(value - base) / total
+        tl.store(values + row * K + rank, value.to(values.dtype.element_ty))
+        tl.store(indices + row * K + rank, 0xFFFFFFFF - (best & 0xFFFFFFFF))
+        key = tl.where(key == best, _NO_KEY, key)
+
+
+def _largest(x: torch.Tensor, k: int, softmax: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, n = x.shape
+    x = row_strided(x)
+    device = x.device
+    values = torch.empty(rows, k, dtype=torch.float32 if softmax else x.dtype, device=device)
+    indices = torch.empty(rows, k, dtype=torch.int64, device=device)
+    if rows == 0:
+        return values, indices
+    keys = maxima = sums = indices
+    blocks = 0
+    if n > _BLOCK:
+        blocks = triton.cdiv(n, _BLOCK)
+        keys = torch.empty(rows, blocks, k, dtype=torch.int64, device=device)
+        if softmax:
+            maxima, sums = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
+        _block_kernel[(rows, blocks)](
+            x, keys, maxima, sums, x.stride(0), N=n, K=k, SOFTMAX=softmax, BLOCK=_BLOCK, num_warps=8
+        )
+    count = blocks * k or n
+    _select_kernel[(rows,)](
+        x,
+        keys,
+        maxima,
+        sums,
+        values,
+        indices,
+        x.stride(0),
+        COUNT=count,
+        BLOCKS=blocks,
+        K=k,
+        SOFTMAX=softmax,
+        BLOCK=triton.next_power_of_2(count),
+        BLOCKS2=triton.next_power_of_2(max(blocks, 1)),
+        num_warps=1 if count <= 64 else 4,
+    )
+    return values, indices
+
+
+def top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the native twin."""
+    return _largest(x, k, False)
+
+
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """See the native twin."""
+    return _largest(x, 1, False)[1].squeeze(-1)
+
+
+def topk_softmax(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the native twin."""
+    return _largest(logits, k, True)

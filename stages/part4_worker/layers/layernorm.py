@@ -1,0 +1,20 @@
+"""RMSNorm, optionally adding a residual first. Restates sglang/srt/layers/layernorm.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, hidden_size: int, eps: float, kernels: Any):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
+        self.eps = eps
+        self.kernels = kernels
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+        """norm(x), or (norm(x + residual), x + residual); x [rows, hidden]."""
+        return self.kernels.rms_norm(x, self.weight, self.eps, residual)

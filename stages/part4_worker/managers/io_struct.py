@@ -1,0 +1,225 @@
+"""From `generate`'s arguments to requests, and from requests to results.
+
+Restates sglang/srt/managers/io_struct.py and the result dicts of tokenizer_manager.py. Every argument of
+every prompt is checked before any request is admitted.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..configs.model_config import ModelConfig
+from ..sampling.sampling_params import SamplingParams
+from .detokenizer import IncrementalDetokenizer
+from .schedule_batch import Logprobs, Req
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+
+@dataclass
+class GenerateRequests:
+    """The requests of one `generate` call."""
+
+    tokenizer: Any
+    is_batch: bool
+    reqs: list[Req]
+    reported: list[bool] = field(default_factory=list)  # streaming: whether the final dict went out
+
+    @classmethod
+    def from_arguments(
+        cls,
+        tokenizer: Any,
+        model_config: ModelConfig,
+        *,
+        prompt: str | list[str] | None,
+        input_ids: list[int] | list[list[int]] | None,
+        sampling_params: dict | list[dict] | None,
+        return_logprob: bool | list[bool],
+        logprob_start_len: int | list[int] | None,
+        top_logprobs_num: int | list[int],
+        token_ids_logprob: list[int] | list[list[int]] | None,
+        return_hidden_states: bool,
+        stream: bool,
+        rid: str | list[str] | None,
+        routed_dp_rank: int | None,
+    ) -> GenerateRequests:
+        """Raises ValueError, naming the prompt by number where there are several."""
+        if routed_dp_rank not in (None, 0):
+            raise ValueError(
+                f"routed_dp_rank={routed_dp_rank}, but this engine has one rank, 0: leave it out"
+            )
+        ids, is_batch = _token_ids(tokenizer, prompt, input_ids)
+        count = len(ids)
+        params = _per_prompt("sampling_params", sampling_params or {}, count, list)
+        want_logprob = _per_prompt("return_logprob", return_logprob, count, list)
+        start = _per_prompt(
+            "logprob_start_len", -1 if logprob_start_len is None else logprob_start_len, count, list
+        )
+        top_num = _per_prompt("top_logprobs_num", top_logprobs_num, count, list)
+        nested = bool(token_ids_logprob) and not isinstance(token_ids_logprob[0], int)
+        scored_ids = _per_prompt("token_ids_logprob", token_ids_logprob, count, list if nested else ())
+        rids = _per_prompt("rid", rid, count, list)
+        reqs = []
+        for i in range(count):
+            try:
+                reqs.append(
+                    _make_req(
+                        tokenizer, model_config, ids[i], params[i], want_logprob[i], start[i], top_num[i],
+                        scored_ids[i], return_hidden_states, stream, rids[i],
+                    )
+                )  # fmt: skip
+            except ValueError as error:
+                raise ValueError(f"prompt {i}: {error}" if is_batch else str(error)) from None
+        if len({r.rid for r in reqs}) < count:
+            raise ValueError("rid: two prompts of the call have the same id")
+        return cls(tokenizer, is_batch, reqs, [False] * count)
+
+    def admit(self, scheduler: Scheduler, new_seed: Callable[[], int]) -> None:
+        live = scheduler.live_rids()
+        for req in self.reqs:
+            if req.rid in live:
+                raise ValueError(f"rid {req.rid!r} belongs to a request that still runs: choose another")
+        for req in self.reqs:
+            if req.seed is None:
+                req.seed = new_seed()
+            scheduler.add_request(req)
+
+    def finished(self) -> bool:
+        return all(r.finished() for r in self.reqs)
+
+    def result(self, req: Req) -> dict[str, Any]:
+        """What upstream's `generate` returns for one request, as far as it has got."""
+        end = req.finished_time or time.perf_counter()
+        completion = len(req.output_ids)
+        meta: dict[str, Any] = {
+            "id": req.rid,
+            "finish_reason": req.finished_reason.to_json() if req.finished() else None,
+            "prompt_tokens": len(req.origin_input_ids),
+            "completion_tokens": completion,
+            "cached_tokens": req.cached_tokens or 0,
+            "e2e_latency": end - req.created_time,
+        }
+        if (rounds := req.spec_verify_ct) > 0:
+            meta |= {
+                "spec_verify_ct": rounds,
+                "spec_accept_length": completion / rounds,
+                "spec_num_correct_drafts": sum(
+                    n * c for n, c in enumerate(req.spec_correct_drafts_histogram)
+                ),
+                "spec_num_proposed_drafts": req.spec_num_proposed_drafts,
+                "spec_correct_drafts_histogram": list(req.spec_correct_drafts_histogram),
+                "tokens_per_round": (completion - 1) / rounds,
+            }
+        if (scores := req.logprobs) is not None:
+            meta["output_token_logprobs"] = list(scores.output_token)
+            meta["input_token_logprobs"] = scores.with_first(req.origin_input_ids)
+            if scores.top_num:
+                meta["output_top_logprobs"] = list(scores.output_top)
+                meta["input_top_logprobs"] = [None, *scores.input_top]
+            if scores.token_ids:
+                meta["output_token_ids_logprobs"] = list(scores.output_ids)
+                meta["input_token_ids_logprobs"] = [None, *scores.input_ids]
+        if req.return_hidden_states:
+            meta["hidden_states"] = [row.tolist() for row in req.hidden_states]
+        return {"text": self._text(req), "output_ids": list(req.output_ids), "meta_info": meta}
+
+    def _text(self, req: Req) -> str | None:
+        if self.tokenizer is None:
+            return None
+        reason, ids = req.finished_reason, req.output_ids
+        stopped_by_token = reason is not None and isinstance(reason.matched, int)
+        if stopped_by_token and not req.sampling_params.no_stop_trim:
+            ids = ids[:-1]
+        elif req.detokenizer is not None:
+            return req.detokenizer.final_text() if req.finished() else req.detokenizer.stream_text()
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _token_ids(tokenizer: Any, prompt: Any, input_ids: Any) -> tuple[list[list[int]], bool]:
+    if (prompt is None) == (input_ids is None):
+        raise ValueError("give either prompt or input_ids, and not both")
+    if input_ids is not None:
+        is_batch = len(input_ids) > 0 and not isinstance(input_ids[0], int)
+        return ([list(ids) for ids in input_ids] if is_batch else [list(input_ids)]), is_batch
+    if tokenizer is None:
+        raise ValueError("prompt is text, but skip_tokenizer_init=True loaded no tokenizer: give input_ids")
+    is_batch = not isinstance(prompt, str)
+    prompts = list(prompt) if is_batch else [prompt]
+    if wrong := [p for p in prompts if not isinstance(p, str)]:
+        raise ValueError(f"prompt must be text or a list of texts, not {type(wrong[0]).__name__}")
+    return [tokenizer.encode(p) for p in prompts], is_batch
+
+
+def _per_prompt(name: str, value: Any, count: int, many: type | tuple) -> list:
+    """One value per prompt: `value` itself if it is of a type in `many`, else the same for all."""
+    if not isinstance(value, many):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(
+            f"{name} has {len(value)} entries for {count} prompts: give one for all, or one each"
+        )
+    return list(value)
+
+
+def _make_req(
+    tokenizer: Any, config: ModelConfig, ids: list[int], params: dict, want_logprob: bool, start: int,
+    top_num: int, scored_ids: list[int] | None, return_hidden_states: bool, stream: bool, rid: str | None,
+) -> Req:  # fmt: skip
+    if not ids:
+        raise ValueError("the prompt is empty: give at least one token")
+    if bad := [t for t in ids if not isinstance(t, int) or not 0 <= t < config.vocab_size]:
+        raise ValueError(f"input_ids holds {bad[0]!r}, the vocabulary has ids 0 to {config.vocab_size - 1}")
+    if len(ids) >= config.context_len:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens and the context holds {config.context_len}, one at least for "
+            "the answer: shorten the prompt or raise context_length"
+        )
+    sampling = SamplingParams.from_dict(params, config.vocab_size)
+    has_stop_text = bool(sampling.stop or sampling.stop_regex)
+    if has_stop_text and tokenizer is None:
+        raise ValueError(
+            "stop and stop_regex need text, and skip_tokenizer_init=True loaded no tokenizer: "
+            "use stop_token_ids"
+        )
+    detokenizer = None
+    if tokenizer is not None and (has_stop_text or stream):
+        detokenizer = IncrementalDetokenizer(
+            tokenizer, sampling.stop, sampling.stop_regex, sampling.no_stop_trim
+        )
+    logprobs = None
+    if want_logprob:
+        logprobs = _make_logprobs(config, len(ids), start, top_num, scored_ids)
+    elif top_num or scored_ids:
+        raise ValueError("top_logprobs_num and token_ids_logprob need return_logprob=True")
+    return Req(
+        rid=rid if rid is not None else uuid.uuid4().hex,
+        origin_input_ids=ids,
+        sampling_params=sampling,
+        seed=sampling.sampling_seed,
+        eos_token_ids=config.eos_token_ids,
+        context_length=config.context_len,
+        detokenizer=detokenizer,
+        logprobs=logprobs,
+        return_hidden_states=return_hidden_states,
+    )
+
+
+def _make_logprobs(
+    config: ModelConfig, prompt_len: int, start: int, top_num: int, scored_ids: list[int] | None
+) -> Logprobs:
+    if not -1 <= start < prompt_len:
+        raise ValueError(
+            f"logprob_start_len={start} lies outside the prompt of {prompt_len} tokens (-1: no prompt token)"
+        )
+    if not isinstance(top_num, int) or not 0 <= top_num <= config.vocab_size:
+        raise ValueError(f"top_logprobs_num={top_num!r}: give a number from 0 to {config.vocab_size}")
+    if bad := [t for t in scored_ids or [] if not isinstance(t, int) or not 0 <= t < config.vocab_size]:
+        raise ValueError(
+            f"token_ids_logprob holds {bad[0]!r}, the vocabulary has ids 0 to {config.vocab_size - 1}"
+        )
+    return Logprobs(prompt_len - 1 if start == -1 else start, top_num, list(scored_ids or []))

@@ -1,0 +1,38 @@
+"""The only two doors between host and device: one packed upload and one packed read.
+
+A step needs a dozen small index arrays on the device and a few small results back. Each transfer
+costs tens of microseconds whatever its size, so arrays travel together: `upload` turns many numpy
+arrays into views of one device buffer, `download` reads many tensors in one blocking copy. Because
+no other code reads from the device, `counts` tells how often a step waits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+counts = {"uploads": 0, "downloads": 0}
+
+
+def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
+    """Copy integer arrays to `device` in one transfer; returns int64 tensors of the same shapes."""
+    arrays = [np.ascontiguousarray(a, dtype=np.int64) for a in arrays]
+    packed = torch.from_numpy(np.concatenate([a.reshape(-1) for a in arrays]))
+    if device.type == "cuda":
+        # Pinned memory is what makes the copy asynchronous; from pageable memory it would block.
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    counts["uploads"] += 1
+    flat = packed.split([a.size for a in arrays])
+    return [t.view(a.shape) for t, a in zip(flat, arrays, strict=True)]
+
+
+def download(*tensors: torch.Tensor) -> list[np.ndarray]:
+    """Read tensors back in one blocking copy; returns numpy arrays of the same shapes and dtypes.
+
+    bfloat16 has no numpy counterpart: convert to float32 before.
+    """
+    counts["downloads"] += 1
+    packed = torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]).cpu()
+    flat = packed.split([t.numel() * t.element_size() for t in tensors])
+    # clone(): a view of the packed bytes need not be aligned for a wider dtype.
+    return [f.clone().view(t.dtype).view(t.shape).numpy() for f, t in zip(flat, tensors, strict=True)]

@@ -1,0 +1,140 @@
+"""What one forward pass needs, on the device. Restates sglang/srt/model_executor/forward_batch_info.py.
+
+ScheduleBatch (the scheduler's, on the host) → ModelWorkerBatch (host arrays of one step) → ForwardBatch
+(device tensors of one forward). A request contributes consecutive rows; each row is one token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum, IntEnum, auto
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .device_io import upload
+
+if TYPE_CHECKING:
+    from ..layers.attention.base_backend import AttentionBackend
+    from ..managers.schedule_batch import ModelWorkerBatch
+    from .model_runner import ModelRunner
+
+
+class ForwardMode(IntEnum):
+    EXTEND = auto()  # new tokens behind a prefix that may be cached: prefill, and each chunk of it
+    DECODE = auto()  # one token per request; the draft model's tree growth, `topk` per request
+    IDLE = auto()  # nothing to do here
+    TARGET_VERIFY = auto()  # a tree of draft tokens per request, under a tree mask
+    DRAFT_EXTEND = auto()  # the draft model over the tokens a verification accepted
+
+    def is_extend(self) -> bool:
+        return self == ForwardMode.EXTEND
+
+    def is_decode(self) -> bool:
+        return self == ForwardMode.DECODE
+
+    def is_idle(self) -> bool:
+        return self == ForwardMode.IDLE
+
+
+class CaptureHiddenMode(Enum):
+    NULL = auto()  # return no hidden states
+    LAST = auto()  # one row per request: the one its logits come from
+    FULL = auto()  # one row per token
+
+
+@dataclass
+class LogprobRequest:
+    """Rows of an extend whose next token is scored (device tensors; see layers/logprobs.py)."""
+
+    rows: torch.Tensor  # [n] rows of the forward
+    targets: torch.Tensor  # [n] the token that follows each
+    top_num: int
+    token_ids: torch.Tensor  # [n, m]
+
+
+@dataclass
+class ForwardBatch:
+    """Device tensors of one forward; int64 unless said otherwise."""
+
+    forward_mode: ForwardMode
+    batch_size: int
+    input_ids: torch.Tensor  # [rows]
+    positions: torch.Tensor  # [rows] rotary positions
+    req_pool_indices: torch.Tensor  # [bs] rows of req_to_token
+    prefix_lens: torch.Tensor  # [bs] KV entries that every row of the request sees
+    seq_lens: torch.Tensor  # [bs] KV entries once this forward has written its own
+    out_cache_loc: torch.Tensor  # [rows] where this forward writes its KV
+    q_start_loc: torch.Tensor  # [bs + 1] first row of each request
+    max_q_len: int
+    attn_backend: AttentionBackend
+    last_rows: torch.Tensor | None = None  # [bs] rows whose logits are wanted; None: every row
+    tree_mask: torch.Tensor | None = (
+        None  # [bs, max_q_len, words] bits over columns behind the prefix; None: causal
+    )
+    capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
+    input_logprobs: LogprobRequest | None = None
+    spec_info: Any = None  # its `hidden_states` [rows, hidden] feed a draft model
+    attn_metadata: Any = field(default=None, repr=False)  # planned once per forward by the backend
+    hidden_states: torch.Tensor | None = None  # what the forward captured, once it has run
+
+    @classmethod
+    def init_new(cls, batch: ModelWorkerBatch, model_runner: ModelRunner) -> ForwardBatch:
+        """Upload a step's arrays in one transfer and enter its slots into the table of requests."""
+        bs = len(batch.req_pool_indices)
+        counts = batch.seq_lens - batch.prefix_lens
+        q_start_loc = np.concatenate([[0], np.cumsum(counts)])
+        row = np.repeat(np.arange(bs), counts)
+        positions = np.arange(len(row)) - q_start_loc[row] + batch.prefix_lens[row]
+        names = [
+            "input_ids",
+            "positions",
+            "req_pool_indices",
+            "prefix_lens",
+            "seq_lens",
+            "out_cache_loc",
+            "q_start_loc",
+        ]
+        arrays = [
+            batch.input_ids, positions, batch.req_pool_indices, batch.prefix_lens, batch.seq_lens,
+            batch.out_cache_loc, q_start_loc,
+        ]  # fmt: skip
+        logprob = batch.input_logprobs
+        extra = [] if logprob is None else [logprob.rows, logprob.targets, logprob.token_ids]
+        tensors = upload(
+            model_runner.device,
+            *arrays,
+            batch.table_start,
+            batch.table_slots,
+            batch.table_lens,
+            q_start_loc[1:] - 1,
+            *extra,
+        )
+        fields = dict(zip(names, tensors, strict=False))
+        start, slots, lens, last_rows, *extra_tensors = tensors[len(names) :]
+        table = model_runner.req_to_token_pool.req_to_token
+        model_runner.kernels.assign_req_to_token(table, fields["req_pool_indices"], start, slots, lens)
+        return cls(
+            forward_mode=batch.forward_mode,
+            batch_size=bs,
+            **fields,
+            max_q_len=int(counts.max(initial=0)),
+            attn_backend=model_runner.attn_backend,
+            last_rows=last_rows if batch.forward_mode.is_extend() else None,
+            capture_hidden_mode=batch.capture_hidden_mode,
+            input_logprobs=None
+            if logprob is None
+            else LogprobRequest(extra_tensors[0], extra_tensors[1], logprob.top_num, extra_tensors[2]),
+            spec_info=batch.spec_info,
+        )
+
+    def last_hidden_states(self) -> torch.Tensor:
+        """The captured state behind each request's logits, [bs, hidden]."""
+        if self.capture_hidden_mode == CaptureHiddenMode.FULL and self.last_rows is not None:
+            return self.hidden_states[self.last_rows]
+        return self.hidden_states
+
+    def for_runner(self, model_runner: ModelRunner, **changes: Any) -> ForwardBatch:
+        """The same rows and slots, run by another model: how the draft follows the target."""
+        return replace(self, attn_backend=model_runner.attn_backend, attn_metadata=None, **changes)

@@ -1,0 +1,133 @@
+"""What travels between the phases of a step. Restates sglang/srt/speculative/eagle_utils.py of v0.4.6.
+
+EagleDraftInput lives from one step to the next, with one row per request. EagleStep, EagleVerifyInput and
+EagleVerifyOutput live for one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..layers.sampler import target_probs
+from ..sampling.sampling_batch_info import SamplingBatchInfo
+
+
+@dataclass
+class EagleDraftInput:
+    """What drafting starts from: the last output token and the draft's proposals for the one after it."""
+
+    hidden_states: torch.Tensor  # [bs, hidden] of the draft; inside a draft forward [rows, hidden]
+    verified_id: torch.Tensor | None = None  # [bs]
+    topk_p: torch.Tensor | None = None  # [bs, topk] float32
+    topk_index: torch.Tensor | None = None  # [bs, topk]
+
+    _ROWS = ("hidden_states", "verified_id", "topk_p", "topk_index")
+
+    def filter_batch(self, index: torch.Tensor) -> None:
+        """Keep rows `index`, in that order (upstream kept the first len(index) rows until #14742)."""
+        for name in self._ROWS:
+            setattr(self, name, getattr(self, name)[index])
+
+    def merge_batch(self, other: EagleDraftInput) -> None:
+        for name in self._ROWS:
+            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+
+
+@dataclass
+class EagleStep:
+    """A step's slots and lengths on the device, from the step's one upload."""
+
+    req_pool_indices: torch.Tensor  # [bs]
+    seq_lens: torch.Tensor  # [bs] S
+    output_positions: torch.Tensor  # [bs] output tokens so far
+    draft_slots: torch.Tensor  # [bs, topk · (steps − 1)] scratch, on loan until verification allocates
+    verify_slots: torch.Tensor  # [bs, n]
+    request_ids: torch.Tensor  # [bs + 1] 0 … bs
+
+
+@dataclass
+class EagleVerifyInput:
+    """A tree of n tokens per request; node 0 is the root, the last output token."""
+
+    step: EagleStep
+    draft_token: torch.Tensor  # [bs, n]
+    tree_mask: torch.Tensor  # [bs, n, 1] bits: node i sees node j
+    positions: torch.Tensor  # [bs · n] S + depth
+    retrieve_index: torch.Tensor  # [bs, n] row of each node in the flat batch
+    retrieve_next_token: torch.Tensor  # [bs, n] first child, −1 for a leaf
+    retrieve_next_sibling: torch.Tensor  # [bs, n] next child of the same parent, −1 for the last
+
+    def accept(
+        self,
+        logits: torch.Tensor,
+        info: SamplingBatchInfo,
+        max_depth: int,
+        threshold_single: float,
+        threshold_acc: float,
+        kernels: Any,
+    ) -> EagleVerifyOutput:
+        """Walk each tree along what the target would have said itself, given its `logits` [bs · n, vocab]."""
+        bs, n = self.draft_token.shape
+        row_to_req = self.step.request_ids[:-1].repeat_interleave(n)  # [bs · n]
+        depth = self.positions - self.step.seq_lens[row_to_req]
+        if info.penalties is not None:
+            path_tokens, path_lens = self.paths()
+            output_positions = self.step.output_positions[row_to_req] + depth
+            logits = info.apply_logits_bias(logits, output_positions, row_to_req, path_tokens, path_lens)
+        tree = (self.retrieve_index, self.retrieve_next_token, self.retrieve_next_sibling)
+        if info.is_all_greedy:
+            target_predict = kernels.argmax(logits).view(bs, n)
+            walked = kernels.verify_tree_greedy(self.draft_token, target_predict, *tree, max_depth)
+        else:
+            walked = kernels.tree_speculative_sampling_target_only(
+                self.draft_token,
+                target_probs(logits, info, row_to_req).view(bs, n, -1),
+                *tree,
+                info.seeds,
+                self.step.output_positions,
+                max_depth,
+                threshold_single,
+                threshold_acc,
+            )
+        predict, accept_index, accept_length = walked
+        accepted = accept_index >= 0
+        rows = accept_index.clamp(min=0)
+        return EagleVerifyOutput(rows, accepted, predict[rows] * accepted, accept_length)
+
+    def paths(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafted tokens on the way to each node, root left out: [bs · n, n − 1], and how many are real."""
+        n = self.draft_token.shape[1]
+        column = torch.arange(1, n, device=self.draft_token.device)
+        on_path = (self.tree_mask >> column & 1).bool()  # [bs, n, n − 1]
+        order = on_path.long().argsort(dim=-1, descending=True, stable=True)
+        tokens = self.draft_token[:, None, 1:].expand(-1, n, -1).gather(2, order)
+        return tokens.flatten(0, 1), on_path.sum(-1).flatten()
+
+
+@dataclass
+class EagleVerifyOutput:
+    """The accepted path of each request: column j is its j-th node, the root first."""
+
+    rows: torch.Tensor  # [bs, width] row of the node in the flat batch, 0 behind the path
+    accepted: torch.Tensor  # [bs, width] bool: the path reaches this far
+    tokens: torch.Tensor  # [bs, width] what the target says after the node, 0 behind the path
+    accept_length: torch.Tensor  # [bs] accepted drafts: nodes on the path besides the root
+    slots: torch.Tensor | None = (
+        None  # [bs, width] where the node's KV stands now, padding slot behind the path
+    )
+
+
+def align_evict_mask_to_page_size(
+    seq_lens: np.ndarray, kept: np.ndarray, evict_mask: np.ndarray, page_size: int
+) -> np.ndarray:
+    """Spare the page that holds the last kept token: freeing one slot of a page frees all of it.
+
+    `evict_mask` [bs, n] over positions seq_lens[i] … seq_lens[i] + n − 1, of which the first kept[i] stay.
+    """
+    positions = seq_lens[:, None] + np.arange(evict_mask.shape[1])
+    last_page = (seq_lens + kept - 1) // page_size
+    return evict_mask & (positions // page_size > last_page[:, None])

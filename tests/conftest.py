@@ -1,0 +1,65 @@
+"""What all tests share: threads, seeds, skips without a GPU, and the folders of the embedded model."""
+
+import os
+
+# Before torch is imported anywhere. Tiny models lose more to waking threads than they win, and no test may
+# reach for a hub.
+os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import random  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import hypothesis  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from tools.models.cache import ModelError, model_path  # noqa: E402
+
+# A slow machine is no failure, and a CI run must fail for the same example every time.
+hypothesis.settings.register_profile("fledge", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.load_profile("fledge")
+
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+if not GPUS:
+    # Read when triton is imported, so it must not depend on which tests run first.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs more GPUs than there are; nothing else is ever skipped from here."""
+    needs = {"gpu": 1, "multi_gpu": 2}
+    for item in items:
+        for name, count in needs.items():
+            if item.get_closest_marker(name) and count > GPUS:
+                item.add_marker(pytest.mark.skip(reason=f"{name}: CUDA GPUs needed {count}, found {GPUS}"))
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """The same random numbers for each test, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def cached_model(name: str) -> Path:
+    try:
+        return model_path(name)
+    except ModelError as error:
+        pytest.fail(f"{error} (`make test` does that before it starts pytest.)", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def target_path() -> Path:
+    """The folder of the embedded target model; fails, and never skips, where it has not been fetched."""
+    return cached_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def head_path() -> Path:
+    """The folder of the target's draft head; fails, and never skips, where it has not been fetched."""
+    return cached_model("smollm2-135m-eagle")
