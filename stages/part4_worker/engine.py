@@ -129,7 +129,7 @@ class Engine:
                 return
             scheduler = self._alive()
             try:
-                if not scheduler.step():
+                if not scheduler.step() and not requests.finished():
                     raise RuntimeError("requests are waiting but the scheduler finds nothing to run")
             except BaseException as error:
                 # A step that broke off leaves pools and rows in no known state: start them afresh.

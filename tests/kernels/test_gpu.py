@@ -1,4 +1,4 @@
-"""What only a GPU shows: kernels are compiled once, not per batch size, and can be captured in a CUDA graph."""
+"""What only a GPU shows: kernels are not compiled per batch size and can be captured in a CUDA graph."""
 
 import sys
 

@@ -61,6 +61,19 @@ def test_extreme_numbers_never_draw_a_token_of_probability_zero(device):
         assert inverse_cdf(weights, torch.full((2,), u, device=device)).tolist() == expected
 
 
+# Positions where seed 0 gives the least and the greatest number there is.
+LEAST, GREATEST = 14883995, 38471471
+
+
+def test_a_seed_with_an_extreme_number_draws_no_token_of_probability_zero(kernels, device):
+    positions = torch.tensor([LEAST, GREATEST], device=device)
+    seeds = torch.zeros_like(positions)
+    assert kernels.philox_uniform(seeds, positions, USE_SAMPLE).tolist() == [0, 1 - 2.0**-24]
+    probs = torch.zeros(2, 4200, device=device)
+    probs[:, [3, 2100, 4000]] = torch.tensor([0.3, 0.3, 0.4], device=device)
+    assert kernels.sample_from_probs(probs, seeds, positions).tolist() == [3, 4000]
+
+
 def test_a_row_depends_on_nothing_but_itself(kernels, device):
     probs = torch.softmax(torch.randn(5, 40, device=device), -1)
     seeds, positions = torch.arange(5, device=device), torch.full((5,), 9, device=device)

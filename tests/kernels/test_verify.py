@@ -189,6 +189,21 @@ def test_when_rounding_leaves_nothing_a_possible_token_is_drawn(kernels, native,
     assert drawn == {1, 2}
 
 
+def test_at_the_deepest_level_nothing_is_left_out(kernels, device):
+    # Token 1 is rejected at the root and token 2 accepted; one level deeper 1 and 2 are as good as any other.
+    tree = [Tree([0, 0, 0, 2])] * 24
+    probs = torch.zeros(24, 4, 4, device=device)
+    probs[:, 0, 2] = 1
+    probs[:, 2, :3] = torch.tensor([0.2, 0.4, 0.4], device=device)
+    candidates = torch.tensor([[0, 1, 2, 2]] * 24, device=device)
+    seeds = torch.arange(24, device=device)
+    predict, accept_index, _ = kernels.tree_speculative_sampling_target_only(
+        candidates, probs, *links(tree, device), seeds, seeds, 1
+    )
+    assert (accept_index[:, 1] % 4).tolist() == [2] * 24
+    assert set(predict.view(24, 4)[:, 2].tolist()) == {0, 1, 2}
+
+
 def test_stale_links_of_padded_requests_end(kernels, device):
     zeros = torch.zeros(2, 4, dtype=torch.int64, device=device)  # every row is its own child and sibling
     probs = torch.full((2, 4, 3), 1 / 3, device=device)

@@ -29,6 +29,7 @@ class GenerateRequests:
     is_batch: bool
     reqs: list[Req]
     reported: list[bool] = field(default_factory=list)  # streaming: whether the final dict went out
+    is_speculative: bool = False
 
     @classmethod
     def from_arguments(
@@ -80,6 +81,7 @@ class GenerateRequests:
         return cls(tokenizer, is_batch, reqs, [False] * count)
 
     def admit(self, scheduler: Scheduler, new_seed: Callable[[], int]) -> None:
+        self.is_speculative = not scheduler.spec_algorithm.is_none()
         live = scheduler.live_rids()
         for req in self.reqs:
             if req.rid in live:
@@ -104,16 +106,17 @@ class GenerateRequests:
             "cached_tokens": req.cached_tokens or 0,
             "e2e_latency": end - req.created_time,
         }
-        if (rounds := req.spec_verify_ct) > 0:
+        if self.is_speculative:
+            rounds = req.spec_verify_ct  # none yet where the prefill's token ended the request
             meta |= {
                 "spec_verify_ct": rounds,
-                "spec_accept_length": completion / rounds,
+                "spec_accept_length": completion / rounds if rounds else 0.0,
                 "spec_num_correct_drafts": sum(
                     n * c for n, c in enumerate(req.spec_correct_drafts_histogram)
                 ),
                 "spec_num_proposed_drafts": req.spec_num_proposed_drafts,
                 "spec_correct_drafts_histogram": list(req.spec_correct_drafts_histogram),
-                "tokens_per_round": (completion - 1) / rounds,
+                "tokens_per_round": (completion - 1) / rounds if rounds else 0.0,
             }
         if (scores := req.logprobs) is not None:
             meta["output_token_logprobs"] = list(scores.output_token)
@@ -143,6 +146,9 @@ class GenerateRequests:
 def _token_ids(tokenizer: Any, prompt: Any, input_ids: Any) -> tuple[list[list[int]], bool]:
     if (prompt is None) == (input_ids is None):
         raise ValueError("give either prompt or input_ids, and not both")
+    for name, value in (("prompt", prompt), ("input_ids", input_ids)):
+        if value is not None and not isinstance(value, (str, list, tuple)):
+            raise ValueError(f"{name} must be one prompt or a list of them, not {type(value).__name__}")
     if input_ids is not None:
         is_batch = len(input_ids) > 0 and not isinstance(input_ids[0], int)
         return ([list(ids) for ids in input_ids] if is_batch else [list(input_ids)]), is_batch

@@ -12,7 +12,7 @@ from ..layers.logprobs import LogprobRows
 from ..layers.sampler import Sampler
 from ..mem_cache.allocator import TokenToKVPoolAllocator
 from ..mem_cache.memory_pool import ReqToTokenPool
-from ..model_executor.device_io import download, upload
+from ..model_executor.device_io import download
 from ..model_executor.forward_batch_info import ForwardBatch
 from ..model_executor.model_runner import ModelRunner
 from ..server_args import ServerArgs
@@ -78,7 +78,7 @@ class TpModelWorker:
         output = self.model_runner.forward(forward_batch)
         forward_batch.hidden_states = output.hidden_states
         info, logits = batch.sampling_info, output.next_token_logits  # [bs, vocab]
-        positions, known = upload(self.device, batch.output_positions, batch.known_next_tokens)
+        positions, known = forward_batch.output_positions, forward_batch.known_next_tokens
         sampled = self.sampler.forward(
             info.apply_logits_bias(logits, positions, row_to_req=None), info, positions
         )

@@ -78,6 +78,8 @@ class ForwardBatch:
     spec_info: Any = None  # its `hidden_states` [rows, hidden] feed a draft model
     attn_metadata: Any = field(default=None, repr=False)  # planned once per forward by the backend
     hidden_states: torch.Tensor | None = None  # what the forward captured, once it has run
+    output_positions: torch.Tensor | None = None  # [bs] index of the output token that is sampled from this
+    known_next_tokens: torch.Tensor | None = None  # [bs] that token where it need not be sampled, else −1
 
     @classmethod
     def init_new(cls, batch: ModelWorkerBatch, model_runner: ModelRunner) -> ForwardBatch:
@@ -95,10 +97,12 @@ class ForwardBatch:
             "seq_lens",
             "out_cache_loc",
             "q_start_loc",
+            "output_positions",
+            "known_next_tokens",
         ]
         arrays = [
             batch.input_ids, positions, batch.req_pool_indices, batch.prefix_lens, batch.seq_lens,
-            batch.out_cache_loc, q_start_loc,
+            batch.out_cache_loc, q_start_loc, batch.output_positions, batch.known_next_tokens,
         ]  # fmt: skip
         logprob = batch.input_logprobs
         extra = [] if logprob is None else [logprob.rows, logprob.targets, logprob.token_ids]

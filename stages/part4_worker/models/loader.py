@@ -45,7 +45,10 @@ def load_model(config: ModelConfig, kernels: Any, dtype: torch.dtype, device: to
     for file in files:
         with safe_open(file, framework="pt", device=str(device)) as weights:
             for name in weights.keys():  # noqa: SIM118 - a safetensors handle is not a dict
-                if model.borrows(name) or name.endswith("rotary_emb.inv_freq"):
+                if name.endswith("rotary_emb.inv_freq"):
+                    continue
+                if model.borrows(name):
+                    _check_borrowed(config, name, weights.get_slice(name).get_shape(), file)
                     continue
                 if name not in targets:
                     surplus.append(name)
@@ -58,6 +61,16 @@ def load_model(config: ModelConfig, kernels: Any, dtype: torch.dtype, device: to
     if problems:
         raise ValueError(f"{config.path} does not fit {config.architecture}: it {' and '.join(problems)}")
     return model.eval()
+
+
+def _check_borrowed(config: ModelConfig, name: str, shape: list[int], file: Path) -> None:
+    """A copy of what the target lends may be left out; a matrix of another size is no copy of it."""
+    wanted = [config.vocab_size, config.hidden_size]
+    if list(shape) != wanted:
+        raise ValueError(
+            f"{file}: {name} is {list(shape)}, the target's own is {wanted}: a head with a vocabulary of its own "
+            "drafts other token ids than the target's"
+        )
 
 
 def _copy(target: torch.Tensor, tensor: torch.Tensor, name: str, file: Path) -> None:

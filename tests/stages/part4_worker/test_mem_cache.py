@@ -250,7 +250,9 @@ class RadixMachine(RuleBasedStateMachine):
         assert result.device_indices.tolist() == self.expected(self.cache.make_key(tokens, entries))
         if keep and len(result.device_indices):
             self.cache.inc_lock_ref(result.last_node)
-            self.locks.append((result.last_node, self.cache.make_key(tokens, entries), result.device_indices.tolist()))
+            self.locks.append(
+                (result.last_node, self.cache.make_key(tokens, entries), result.device_indices.tolist())
+            )
 
     @precondition(lambda self: self.locks)
     @rule(pick=st.integers(0, 99))
@@ -266,7 +268,9 @@ class RadixMachine(RuleBasedStateMachine):
         left = {slot for node in self.cache._nodes() for slot in node.value.tolist()}
         self.truth = {prefix: slots for prefix, slots in self.truth.items() if set(slots) <= left}
         for prefix in self.truth:
-            assert len(prefix) == self.page or prefix[: -self.page] in self.truth, "a page without the one before it"
+            assert len(prefix) == self.page or prefix[: -self.page] in self.truth, (
+                "a page without the one before it"
+            )
         for _, key, slots in self.locks:
             assert self.expected(key)[: len(slots)] == slots, "a locked path was evicted"
 
@@ -297,7 +301,9 @@ TestTokenRadixMachine = TokenRadixMachine.TestCase
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_pair_keys_lose_exactly_the_entry_whose_next_token_differs(page):
-    """Entry p was computed from token p + 1 too: prompts that part after position p share p entries, not p + 1."""
+    """Entry p was computed from token p + 1 too: prompts that part after position p share p entries, not p +
+    1.
+    """
     first, second = [7] * 8 + [1, 2, 3, 4, 5], [7] * 8 + [9, 2, 3, 4, 5]
     for is_eagle, shared in ((False, 8), (True, 7)):
         cache, allocator, _ = make_cache(page, is_eagle)
@@ -331,8 +337,13 @@ def make_req(rows, allocator, cache, tokens, output):
     slots = grow(allocator, slots, kv_len - prefix)
     (row,) = rows.alloc(1)
     rows.req_to_token_host[row, :kv_len] = slots
-    return SimpleNamespace(req_pool_idx=row, kv_len=kv_len, prefix_len=prefix, last_node=match.last_node,
-                           all_token_ids=lambda: ids)
+    return SimpleNamespace(
+        req_pool_idx=row,
+        kv_len=kv_len,
+        prefix_len=prefix,
+        last_node=match.last_node,
+        all_token_ids=lambda: ids,
+    )
 
 
 @FEW

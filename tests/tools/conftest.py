@@ -1,0 +1,37 @@
+"""Fixtures of the tool tests: the contract suite's tiny models, as folders and as command-line flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.contract.harness import Zoo
+from tools.cli import app
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="session")
+def tiny_flags(zoo: Zoo) -> dict[str, str]:
+    """Engine keywords that put a tiny target and its head in place of the embedded ones."""
+    return {"model_path": str(zoo.target()), "speculative_draft_model_path": str(zoo.head()), "device": "cpu"}
+
+
+@pytest.fixture(scope="session")
+def tiny_options(tiny_flags: dict[str, str]) -> list[str]:
+    """The same as options, without a chat template, which the tiny tokenizer lacks."""
+    pairs = [("--" + name.replace("_", "-"), value) for name, value in tiny_flags.items()]
+    return [word for pair in pairs for word in pair] + ["--raw"]
+
+
+@pytest.fixture
+def fledge(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """`fledge WORDS…` in this process, on no terminal; an error that is no exit is raised."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+    return lambda *words: CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)

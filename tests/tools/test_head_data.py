@@ -1,0 +1,274 @@
+"""Text writing with a scripted generator and a word tokenizer; then the slot writer on a tiny target."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tools.head_helpers import tiny_target
+from tools.models.cache import ModelError
+from tools.models.head_data import (
+    HELD_OUT,
+    KINDS,
+    Template,
+    Text,
+    TextSettings,
+    is_sane,
+    load_text,
+    without_loop,
+    write_text,
+)
+from tools.models.head_model import FrozenTarget
+from tools.models.head_writer import SlotWriter, decode_attention_native, engine_writer
+
+END = 2
+
+
+class Words:
+    """A tokenizer of single characters: enough of the transformers interface for `Template`."""
+
+    eos_token_id = END
+
+    def apply_chat_template(self, turns, add_generation_prompt, tokenize):
+        assert add_generation_prompt and not tokenize
+        return f"S|U{turns[0]['content']}|A"
+
+    def __call__(self, texts, add_special_tokens):
+        assert add_special_tokens is False
+        return {"input_ids": [[ord(c) for c in text] for text in texts]}
+
+    def batch_decode(self, rows):
+        return ["".join(map(chr, row)) for row in rows]
+
+
+class Script:
+    """A generator that asks numbered questions and answers with the prompt's length; it remembers its
+    calls."""
+
+    def __init__(self, die_at=None):
+        self.calls, self.die_at, self.asked = [], die_at, 0
+
+    def __call__(self, prompts, parameters, on_finished):
+        if len(self.calls) == self.die_at:
+            raise KeyboardInterrupt
+        self.calls.append((prompts, parameters))
+        on_finished(len(prompts))
+        if prompts[0] == [ord(c) for c in "S|U"]:
+            answers = []
+            for _ in prompts:
+                self.asked += 1
+                answers.append([ord(c) for c in f" Why {self.asked}? "] + [END])
+            return answers
+        return [
+            [100 + p["sampling_seed"] % 50, *[101] * 5] + ([] if p["ignore_eos"] else [END])
+            for p in parameters
+        ]
+
+
+SMALL = TextSettings(conversations=40, held_out=6, shard_conversations=16, max_length=200, max_new_tokens=30)
+
+
+def test_the_text_has_the_form_that_users_send(tmp_path):
+    script = Script()
+    manifest = write_text("tiny", Words(), script, tmp_path, SMALL)
+    text, held_out = load_text(tmp_path), load_text(tmp_path, held_out=True)
+    assert len(text) == 40 and len(held_out) == 6
+    assert manifest["conversations"] == 40
+    assert manifest["answer_tokens"] == int((text.lengths - text.prompt_lengths).sum())
+    for number in range(len(text)):
+        prompt = text.row(number)[: text.prompt_lengths[number]]
+        shown = "".join(map(chr, prompt))
+        assert shown.startswith("S|UWhy ") and shown.endswith("?|A")
+    first = script.calls[0][1][0]
+    assert first["temperature"] == 1.0 and "ignore_eos" not in first
+    assert set(held_out.kinds) == {0}
+
+
+def test_answers_are_a_mix_with_greedy_in_front(tmp_path):
+    script = Script()
+    settings = TextSettings(conversations=600, held_out=20, shard_conversations=600, max_length=200)
+    write_text("tiny", Words(), script, tmp_path, settings)
+    kinds = load_text(tmp_path).kinds
+    parts = np.bincount(kinds, minlength=4) / 600
+    assert parts == pytest.approx(settings.shares, abs=0.06)
+    held_out, training = script.calls[-2][1], script.calls[-1][1]
+    assert all(p["temperature"] == 0 and not p["ignore_eos"] for p in held_out)
+    assert {p["temperature"] for p in training} == {0.0, 0.7, 1.0}
+    assert all(p["temperature"] == 0 for p in training if p["ignore_eos"])
+    limits = [p["max_new_tokens"] for p in training]
+    assert limits == sorted(limits, reverse=True)
+    assert KINDS[1] == "past_end"
+
+
+def test_training_never_sees_a_held_out_question(tmp_path):
+    write_text("tiny", Words(), Script(), tmp_path, SMALL)
+
+    def prompts(text):
+        return {tuple(text.row(i)[: text.prompt_lengths[i]]) for i in range(len(text))}
+
+    text, held_out = load_text(tmp_path), load_text(tmp_path, held_out=True)
+    assert len(prompts(text)) == 40 and not prompts(text) & prompts(held_out)
+
+
+@pytest.mark.parametrize("die_at", [0, 1, 2, 3])
+def test_a_killed_writer_goes_on_to_the_same_text(tmp_path, die_at):
+    write_text("tiny", Words(), Script(), tmp_path / "whole", SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        write_text("tiny", Words(), Script(die_at), tmp_path / "broken", SMALL)
+    again = Script()
+    write_text("tiny", Words(), again, tmp_path / "broken", SMALL)
+    assert (
+        len(again.calls) == 5 - die_at
+    )  # questions, held-out, three shards: what was done is not done again
+    whole, broken = load_text(tmp_path / "whole"), load_text(tmp_path / "broken")
+    assert (whole.tokens == broken.tokens).all() and (whole.kinds == broken.kinds).all()
+    assert not list((tmp_path / "broken").glob("*.partial"))
+
+
+def test_more_conversations_can_be_asked_for_but_nothing_else(tmp_path):
+    write_text("tiny", Words(), Script(), tmp_path, SMALL)
+    more = TextSettings(**{**SMALL.__dict__, "conversations": 48})
+    script = Script()
+    script.asked = 1000
+    write_text("tiny", Words(), script, tmp_path, more)
+    assert len(load_text(tmp_path)) == 48
+    with pytest.raises(ModelError, match="other settings"):
+        write_text("tiny", Words(), Script(), tmp_path, TextSettings(**{**SMALL.__dict__, "seed": 1}))
+
+
+def test_a_target_without_questions_is_refused(tmp_path):
+    def mute(prompts, parameters, on_finished):
+        return [[ord("x"), END] for _ in prompts]
+
+    with pytest.raises(ModelError, match="does not write questions"):
+        write_text("tiny", Words(), mute, tmp_path, SMALL)
+
+
+def test_shards_are_narrow_and_the_manifest_counts_them(tmp_path):
+    write_text("tiny", Words(), Script(), tmp_path, SMALL)
+    assert np.load(tmp_path / "shard-00000.npz")["tokens"].dtype == np.uint16
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert [s["file"] for s in manifest["shards"]] == [HELD_OUT, *[f"shard-0000{i}.npz" for i in range(3)]]
+    assert sum(sum(s["by_kind"].values()) for s in manifest["shards"]) == sum(
+        s["answer_tokens"] for s in manifest["shards"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("question", "sane"),
+    [
+        ("What is a hash table?", True),
+        ("Hi", False),
+        ("x" * 1001, False),
+        ("Что такое хеш-таблица?", False),
+        ("naïve café, please explain", True),
+        ("1 + 1 = ", False),
+        ("say <|im_end|> aloud", False),
+    ],
+)
+def test_which_questions_are_sane(question, sane):
+    assert is_sane(question) is sane
+
+
+def test_loops_are_cut_to_three_rounds():
+    head = list(range(100, 120))
+    assert without_loop(head + [1, 2, 3] * 40) == head + [1, 2, 3] * 3
+    assert without_loop(head + [7] * 50) == head + [7] * 3
+    assert without_loop(head + [1, 2, 3] * 4) == head + [1, 2, 3] * 4
+    assert without_loop(head) == head
+
+
+def test_text_of_a_wide_vocabulary_keeps_its_ids():
+    text = Text.from_rows([[1, 70000], [5]], [1, 1], [0, 0])
+    assert text.row(0).tolist() == [1, 70000] and text.row(1).tolist() == [5]
+
+
+def test_a_template_that_repeats_the_user_is_refused():
+    class Twice(Words):
+        def apply_chat_template(self, turns, add_generation_prompt, tokenize):
+            return turns[0]["content"] * 2
+
+    with pytest.raises(ModelError, match="exactly once"):
+        Template(Twice())
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return FrozenTarget(tiny_target(tmp_path_factory.mktemp("target")))
+
+
+def greedy(target, prompt, count, stop):
+    ids = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == stop:
+            break
+    return ids[len(prompt) :]
+
+
+def test_slots_write_what_the_target_would(target):
+    """More prompts than slots, of many lengths, with a shared prefix: slots are refilled and their keys
+    reused."""
+    random = np.random.default_rng(0)
+    prompts = [[9, 8, 7, *random.integers(3, 61, n).tolist()] for n in (2, 11, 5, 1, 7, 3, 4)]
+    limits = [9, 2, 14, 20, 1, 6, 11]
+    expected = [greedy(target, p, n, None) for p, n in zip(prompts, limits, strict=True)]
+    stop = expected[2][4]  # a token that really comes up
+    finished = []
+    writer = SlotWriter(target, stop, 2, 48)
+    for ignore in (True, False):
+        wanted = [{"temperature": 0.0, "max_new_tokens": n, "ignore_eos": ignore} for n in limits]
+        answers = writer(prompts, wanted, finished.append)
+        for answer, whole, prompt, limit in zip(answers, expected, prompts, limits, strict=True):
+            assert answer == (whole if ignore else greedy(target, prompt, limit, stop))
+    assert sum(finished) == 14
+
+
+def test_slots_sample_from_the_target_s_law(target):
+    prompt, temperature = [9, 8, 7, 30], 1.7
+    writer = SlotWriter(target, 2, 1000, 8, seed=3)
+    wanted = {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True}
+    drawn = [a[0] for a in writer([prompt] * 2000, [wanted] * 2000, lambda finished: None)]
+    with torch.no_grad():
+        law = (target.model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1).numpy()
+    counts = np.bincount(drawn, minlength=len(law))
+    keep = law * 2000 >= 5
+    chi = (((counts - 2000 * law) ** 2) / (2000 * law))[keep].sum()
+    assert chi < keep.sum() + 5 * (2 * keep.sum()) ** 0.5
+
+
+def test_a_prompt_that_fits_no_slot_is_refused(target):
+    with pytest.raises(ValueError, match="9 tokens does not fit a slot of 8"):
+        SlotWriter(target, 2, 2, 8)(
+            [[5] * 9], [{"temperature": 0.0, "max_new_tokens": 3}], lambda finished: None
+        )
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")  # the interpreter's own loop bound
+def test_the_decode_kernel_equals_its_twin():
+    pytest.importorskip("triton")
+    from tools.models.head_writer_triton import decode_attention
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    q = torch.randn(3, 6, 16, device=device)
+    k, v = torch.randn(2, 3, 70, 2, 16, device=device)
+    lengths = torch.tensor([1, 64, 70], device=device)
+    k[1, 64:], v[1, 64:] = float("nan"), float("nan")
+    ours = decode_attention(q, k, v, lengths)
+    twin = decode_attention_native(q, k.nan_to_num(), v.nan_to_num(), lengths)
+    torch.testing.assert_close(ours, twin, rtol=1e-4, atol=1e-5)
+
+
+def test_an_engine_writes_through_the_same_door():
+    class Engine:
+        def generate(self, input_ids, sampling_params):
+            assert input_ids == [[5], [6]] and sampling_params == [{"temperature": 0}] * 2
+            reasons = [{"type": "stop", "matched": END}, {"type": "length", "length": 2}]
+            return [{"output_ids": [7, 8], "meta_info": {"finish_reason": reason}} for reason in reasons]
+
+    told = []
+    answers = engine_writer(Engine(), END)([[5], [6]], [{"temperature": 0}] * 2, told.append)
+    assert answers == [[7, 8, END], [7, 8]] and told == [2]

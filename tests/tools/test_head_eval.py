@@ -1,0 +1,151 @@
+"""The simulation of rounds against a brute force that redoes everything from the tokens, one node at a
+time."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.tools.head_helpers import tiny_head, tiny_target
+from tools.models.head_eval import Rounds, simulate
+from tools.models.head_model import FrozenTarget, load_head, rotary_table, save_head
+from tools.models.head_report import check_engine
+from tools.models.head_writer import SlotWriter
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    folder = tiny_target(tmp_path_factory.mktemp("target"))
+    target = FrozenTarget(folder)
+    head = tiny_head(folder, seed=3, std=0.05)  # passes the hidden state on, so that some drafts are right
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, 61, n).tolist() for n in (5, 9, 7)]
+    writer = SlotWriter(target, 2, 3, 64)
+    wanted = [{"temperature": 0.0, "max_new_tokens": n, "ignore_eos": True} for n in (12, 9, 10)]
+    answers = writer(prompts, wanted, lambda finished: None)
+    rows = [np.array(p + a) for p, a in zip(prompts, answers, strict=True)]
+    return target, head, rows, np.array([len(p) for p in prompts])
+
+
+def test_the_writer_is_greedy(setting):
+    target, _, rows, lengths = setting
+    for row, prompt in zip(rows, lengths, strict=True):
+        ids = torch.from_numpy(row)[None]
+        with torch.no_grad():
+            best = target.model(ids).logits.argmax(-1)[0]
+        assert best[prompt - 1 : -1].tolist() == row[prompt:].tolist()
+
+
+class BruteForce:
+    """EAGLE drafting by definition: every node runs the head over committed pairs and its own path, from
+    nothing."""
+
+    def __init__(self, head, target, row):
+        self.head, self.target = head, target
+        self.w = head.weights(torch.float32)
+        self.row = torch.from_numpy(row)
+        self.hidden = target.hidden_states(self.row[None])[0]
+        self.table = rotary_table(head.config, len(row) + 16, "cpu")
+
+    def output(self, start, path):
+        """The head's state after the committed pairs up to start-1 and then the drafted tokens of `path`."""
+        tokens = [*self.row[1 : start + 1].tolist(), *path]
+        states = list(self.hidden[:start])
+        keys, values, out = [], [], None
+        for position, token in enumerate(tokens):
+            state = states[position] if position < start else out
+            x = self.head.fuse(self.w, F.embedding(torch.tensor(token), self.target.embedding), state)[
+                None, None
+            ]
+            q, k, v = self.head.qkv(self.w, x, self.table[:, position : position + 1])
+            keys.append(k)
+            values.append(v)
+            key, value = torch.cat(keys, 2), torch.cat(values, 2)
+            probs = (q[..., 0, :] @ key.mT / q.shape[-1] ** 0.5).softmax(-1)
+            out = self.head.finish(self.w, x, (probs @ value)[..., None, :])[0, 0]
+        return out
+
+    def best(self, start, path, topk):
+        probs = F.linear(self.output(start, path), self.target.lm_head).softmax(-1)
+        values, indices = probs.sort(descending=True, stable=True)
+        return list(zip(values[:topk].tolist(), indices[:topk].tolist(), strict=True))
+
+    def accepted(self, start, shape):
+        steps, topk, draft_tokens = shape
+        beams = [(p, (token,)) for p, token in self.best(start, (), topk)]
+        candidates = list(beams)
+        for _ in range(steps - 1):
+            children = [
+                (score * p, (*path, token))
+                for score, path in beams
+                for p, token in self.best(start, path, topk)
+            ]
+            candidates += children
+            beams = sorted(children, key=lambda pair: -pair[0])[:topk]
+        tree = {path for _, path in sorted(candidates, key=lambda pair: -pair[0])[: draft_tokens - 1]}
+        count = 0
+        while start + count + 1 < len(self.row):
+            path = tuple(self.row[start + 1 : start + count + 2].tolist())
+            if path not in tree:
+                break
+            count += 1
+        return count
+
+    def rounds(self, prompt, shape):
+        start, counts = prompt, []
+        while start < len(self.row) - 1:
+            counts.append(self.accepted(start, shape))
+            start = min(start + counts[-1] + 1, len(self.row) - 1)
+        return counts
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 1, 4), (1, 4, 4), (2, 2, 4), (3, 4, 8)])
+def test_rounds_equal_brute_force(setting, shape):
+    target, head, rows, lengths = setting
+    (played,) = simulate(head, target, rows, lengths, [shape], batch_tokens=64)
+    histogram, rounds = np.zeros(shape[0] + 1, int), []
+    with torch.no_grad():
+        for row, prompt in zip(rows, lengths, strict=True):
+            counts = BruteForce(head, target, row).rounds(int(prompt), shape)
+            rounds.append(len(counts))
+            histogram += np.bincount(counts, minlength=shape[0] + 1)
+    assert played.histogram.tolist() == histogram.tolist()
+    assert sorted(played.rounds.tolist()) == sorted(rounds)
+    assert histogram[1:].sum() > 0  # otherwise nothing was tested
+
+
+def test_the_counts_add_up():
+    rounds = Rounds((3, 1, 4), np.array([4, 2]), np.array([9, 3]), np.array([1, 2, 1, 2]))
+    assert rounds.tokens_per_round == 2.0
+    assert rounds.acceptance() == [5 / 6, 3 / 5, 2 / 3]
+    assert rounds.summary()["tokens"] == 12
+
+
+def test_one_token_answers_are_left_out(setting):
+    target, head, rows, lengths = setting
+    short = rows[0][: lengths[0] + 1]
+    (played,) = simulate(head, target, [short, rows[1]], lengths[:2], [(2, 1, 3)])
+    assert len(played.rounds) == 1
+
+
+def test_the_engine_agrees(tmp_path):
+    """Two programs that share no code count the same rounds."""
+    from stages.part4_worker import Engine
+
+    tiny_target(tmp_path / "target")
+    save_head(tiny_head(tmp_path / "target", seed=3, std=0.05), tmp_path / "head", torch.float32)
+    engine = partial(Engine, skip_tokenizer_init=True, context_length=256, max_total_tokens=2048)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, 61, n).tolist() for n in (5, 9, 7, 11)]
+    found = check_engine(
+        engine,
+        load_head(tmp_path / "head"),
+        FrozenTarget(tmp_path / "target"),
+        (str(tmp_path / "target"), str(tmp_path / "head")),
+        prompts,
+        40,
+    )
+    assert [row["agrees"] for row in found] == [True, True]
+    assert found[1]["engine"] > 1  # something was accepted, or nothing was compared

@@ -1,0 +1,1 @@
+"""The verbs that run engines: `fledge run`, `fledge divergence`, `fledge compare`."""

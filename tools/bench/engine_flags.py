@@ -1,0 +1,99 @@
+"""Every keyword of `Engine` as an option of a command, and errors as one sentence.
+
+The options are read from server_args.py, which is the same file in all stages and imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from ..models.cache import ModelError
+from .stages_door import STAGES, BadInput
+
+PANEL = "Engine flags (SGLang's names; the stage's defaults stand in its stage.toml under [run])"
+_NOTES = {
+    "model_path": "The target: a folder, a name in the cache, or a hub id.",
+    "speculative_draft_model_path": "The draft head: a folder, a name in the cache, or a hub id.",
+    "speculative_algorithm": "EAGLE, or none for plain decoding.",
+    "speculative_num_steps": "Levels of the draft tree.",
+    "speculative_eagle_topk": "Branches of the draft tree; 1 makes a chain.",
+    "speculative_num_draft_tokens": "Nodes to verify, the last token included.",
+    "cuda_graph_bs": "Batch sizes, separated by commas.",
+}
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Give `function` an option for every engine flag; what was given arrives as the dict `engine_flags`.
+
+    BadInput and ModelError become their sentence on standard error and exit status 2.
+    """
+    fields = _flag_fields()
+    own = [
+        p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "engine_flags"
+    ]
+    options = [_option(name, kind) for name, kind in fields.items()]
+
+    @functools.wraps(function)
+    def run(**values: Any) -> None:
+        given = {name: values.pop(name) for name in fields}
+        try:
+            flags = {name: _value(name, value) for name, value in given.items() if value is not None}
+            function(**values, engine_flags=flags)
+        except (BadInput, ModelError) as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(2) from None
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own + options]
+    run.__signature__ = inspect.Signature(parameters)
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    del run.__wrapped__  # its signature is not the one to look at
+    return run
+
+
+@functools.cache
+def _flag_fields() -> dict[str, type]:
+    """Flag → the type of its value, from `ServerArgs`; a tuple is given as text."""
+    path = next(iter(sorted(STAGES.glob("*/server_args.py"))), None)
+    if path is None:
+        raise BadInput(f"There is no stage in {STAGES}.")
+    kinds = {"str": str, "int": int, "float": float, "bool": bool, "tuple[int, ...]": str}
+    fields = dataclasses.fields(_module_alone(path).ServerArgs)
+    return {f.name: kinds[f.type.removesuffix(" | None")] for f in fields if f.name != "features"}
+
+
+def _module_alone(path) -> ModuleType:
+    """The module in `path` without the package around it, which would bring torch."""
+    name = "_fledge_server_args"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    return module
+
+
+def _option(name: str, kind: type) -> inspect.Parameter:
+    option = typer.Option("--" + name.replace("_", "-"), help=_NOTES.get(name, ""), rich_help_panel=PANEL)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _value(name: str, value: Any) -> Any:
+    if name != "cuda_graph_bs":
+        return value
+    try:
+        return [int(size) for size in value.split(",")]
+    except ValueError:
+        raise BadInput(f"--cuda-graph-bs {value!r} is not allowed; give whole numbers like 1,2,4.") from None

@@ -1,0 +1,37 @@
+"""The `fledge` command. Each group of verbs is a package of its own; this file only joins them.
+
+Importing any `cli.py` must stay cheap: torch and whatever imports it come in with the verb that needs them.
+"""
+
+from typing import Annotated
+
+import typer
+
+from .lazy import add_lazy
+from .models.cli import app as models_app
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="EAGLE speculative decoding as it grew inside SGLang: five engines, one story.",
+)
+app.add_typer(models_app, name="models")
+add_lazy(app, "run", "tools.bench.run:run", "Stream one answer with each accepted run visible.")
+add_lazy(
+    app, "divergence", "tools.bench.divergence:divergence", "Find the first difference to plain decoding."
+)
+add_lazy(app, "compare", "tools.bench.compare:compare", "Same prompts: plain, chain and tree, as a table.")
+
+
+@app.command("check-env")
+def check_env(
+    packages: Annotated[bool, typer.Option("--packages", help="Check the installed packages only.")] = False,
+) -> None:
+    """Say what works here, and how to mend what does not."""
+    from .check_env import main
+
+    raise typer.Exit(main(["--packages"] if packages else []))
+
+
+if __name__ == "__main__":
+    app()

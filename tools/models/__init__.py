@@ -1,0 +1,1 @@
+"""Weights: fetching and converting the embedded model, and training, checking and converting draft heads."""

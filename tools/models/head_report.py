@@ -1,0 +1,184 @@
+"""`eval-head`: plays the simulation on held-out answers and on a list of questions, and asks an engine
+whether it agrees.
+
+What it returns says where the numbers come from, so that it can be kept as a JSON file beside the head.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .cache import ModelError, sha256_of
+from .head_data import Template, load_text
+from .head_eval import CHAINS, TREES, Shape, rows_of, simulate
+from .head_model import FrozenTarget, Head, load_head
+from .head_writer import SlotWriter
+
+ENGINE_TOLERANCE = 0.03  # tokens per round
+ENGINE_SHAPES: tuple[Shape, ...] = ((3, 1, 4), (3, 4, 8))
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Commit, machine and versions behind a number."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    return {
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def read_questions(path: Path) -> list[str]:
+    """The list under `questions` of a JSON file, or the JSON list that the file is."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    questions = data.get("questions") if isinstance(data, dict) else data
+    if not isinstance(questions, list) or not questions or not all(isinstance(q, str) for q in questions):
+        raise ModelError(f"{path} holds no list of questions.")
+    return questions
+
+
+def answer_past_end(
+    target: FrozenTarget, tokenizer, questions: Sequence[str], new_tokens: int
+) -> tuple[list, np.ndarray]:
+    """Greedy answers of exactly `new_tokens` tokens, the end of turn ignored: rows and their prompts'
+    lengths."""
+    template = Template(tokenizer)
+    prompts = template.prompts(list(questions))
+    length = max(len(prompt) for prompt in prompts) + new_tokens
+    writer = SlotWriter(target, template.end, len(prompts), length)
+    wanted = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    answers = writer(prompts, [wanted] * len(prompts), lambda finished: None)
+    rows = [np.array([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+    return rows, np.array([len(prompt) for prompt in prompts])
+
+
+def check_engine(
+    open_engine: Callable[..., Any],
+    head: Head,
+    target: FrozenTarget,
+    folders: tuple[str, str],
+    prompts: list[list[int]],
+    new_tokens: int,
+    shapes: Sequence[Shape] = ENGINE_SHAPES,
+) -> list[dict[str, Any]]:
+    """Run the engine on a few prompts and the simulation on the engine's own outputs.
+
+    Args: open_engine is called like `Engine` and gives a context manager; folders are the target's and the
+    head's.
+    Returns per shape both numbers and whether they agree within ENGINE_TOLERANCE.
+    """
+    found = []
+    for steps, topk, draft_tokens in shapes:
+        with open_engine(
+            model_path=folders[0],
+            device=target.device.type,
+            dtype="float32",
+            speculative_algorithm="EAGLE",
+            speculative_draft_model_path=folders[1],
+            speculative_num_steps=steps,
+            speculative_eagle_topk=topk,
+            speculative_num_draft_tokens=draft_tokens,
+        ) as engine:
+            wanted = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+            results = engine.generate(input_ids=prompts, sampling_params=[wanted] * len(prompts))
+        rows = [np.array([*p, *result["output_ids"]]) for p, result in zip(prompts, results, strict=True)]
+        lengths = np.array([len(prompt) for prompt in prompts])
+        rounds = sum(result["meta_info"]["spec_verify_ct"] for result in results)
+        tokens = sum(len(result["output_ids"]) - 1 for result in results)
+        (simulated,) = simulate(head, target, rows, lengths, [(steps, topk, draft_tokens)])
+        expected, measured = simulated.tokens_per_round, tokens / max(1, rounds)
+        found.append(
+            {
+                "steps": steps,
+                "topk": topk,
+                "draft_tokens": draft_tokens,
+                "engine": round(measured, 4),
+                "simulation": round(expected, 4),
+                "agrees": abs(measured - expected) <= ENGINE_TOLERANCE,
+            }
+        )
+    return found
+
+
+def evaluate(
+    target_folder: str | os.PathLike,
+    head_folder: str | os.PathLike,
+    text_folder: str | os.PathLike | None = None,
+    questions: str | os.PathLike | None = None,
+    device: str = "cpu",
+    limit: int | None = None,
+    max_tokens: int | None = None,
+    new_tokens: int = 256,
+    shapes: Sequence[Shape] = CHAINS + TREES,
+    open_engine: Callable[..., Any] | None = None,
+    engine_prompts: int = 4,
+    engine_tokens: int = 64,
+) -> dict[str, Any]:
+    """Measure a head; see the sections of the result.
+
+    Args: text_folder holds held-out answers (`limit` of them, each cut to `max_tokens`); questions is a JSON
+    file of user turns, answered here with the end of turn ignored (`new_tokens` each); open_engine, if given,
+    is checked against the simulation on the first `engine_prompts` prompts of whichever is there.
+    """
+    if text_folder is None and questions is None:
+        raise ModelError("Nothing to measure on: give held-out text, a file of questions, or both.")
+    target = FrozenTarget(target_folder, device, torch.float32)
+    head = load_head(head_folder, device)
+    if (
+        head.config.hidden_size != target.lm_head.shape[1]
+        or head.config.vocab_size != target.lm_head.shape[0]
+    ):
+        raise ModelError(
+            f"The head in {head_folder} was made for a target of another size than {target_folder}."
+        )
+    result: dict[str, Any] = {
+        **provenance(target.device),
+        "head_sha256": sha256_of(Path(head_folder) / "model.safetensors"),
+        "dtype": "float32",
+    }
+    prompts: list[list[int]] = []
+    if text_folder is not None:
+        rows, lengths = rows_of(load_text(text_folder, held_out=True), max_tokens, limit)
+        prompts += [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+        played = simulate(head, target, rows, lengths, shapes)
+        result["held_out"] = {
+            "answers": len(rows),
+            "max_tokens": max_tokens,
+            "shapes": [rounds.summary() for rounds in played],
+        }
+    if questions is not None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(target_folder)
+        rows, lengths = answer_past_end(target, tokenizer, read_questions(Path(questions)), new_tokens)
+        prompts += [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+        played = simulate(head, target, rows, lengths, shapes)
+        result["questions"] = {
+            "answers": len(rows),
+            "new_tokens": new_tokens,
+            "shapes": [rounds.summary() for rounds in played],
+        }
+    if open_engine is not None:
+        folders = (str(target_folder), str(head_folder))
+        result["engine"] = check_engine(
+            open_engine, head, target, folders, prompts[:engine_prompts], engine_tokens
+        )
+    return result

@@ -1,0 +1,284 @@
+"""Trains a draft head on text that its target wrote.
+
+Each step runs the unrolled passes on one batch, asks of every pass the target's distribution at the position
+it predicts (and, early on, the target's hidden state there), and steps the optimizer. Time goes to the
+vocabulary: `head_loss` says how that is kept cheap. A run can be killed at any moment and started again with
+the same words.
+"""
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cache import ModelError, write_json
+from .head_batches import Batch, Feed, endless
+from .head_data import load_text
+from .head_loss import soft_cross_entropy
+from .head_model import FrozenTarget, Head, head_for, load_head, rotary_table, save_head
+from .head_passes import unrolled_passes
+from .head_progress import progress_bar
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A recipe. `steps` or `minutes` (of training, earlier runs counted in) ends it; the sooner of the two.
+
+    `hidden_weight` falls linearly to nothing over the first `hidden_until` of the run: matching the hidden
+    state gets the head going, then only its distribution counts. `sharpen` multiplies the target's logits in
+    the loss.
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+    passes: int = 4
+    pass_decay: float = 0.8
+    tokens_per_batch: int = 32768
+    intermediate_size: int | None = None
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-3
+    warmup: int = 100
+    weight_decay: float = 0.01
+    hidden_weight: float = 0.5
+    hidden_until: float = 0.3
+    sharpen: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.steps is None and self.minutes is None:
+            raise ModelError("Say when training ends: a number of steps, of minutes, or both.")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ModelError(f"The optimizer is {self.optimizer!r}; it can be 'adamw' or 'muon'.")
+        if self.passes < 1:
+            raise ModelError(f"{self.passes} passes: a head needs at least one.")
+
+
+def make_optimizers(head: Head, settings: Settings) -> list[torch.optim.Optimizer]:
+    """AdamW for all, or Muon for the matrices (its step scaled to AdamW's size) and AdamW for the vectors."""
+    matrices = [p for p in head.parameters() if p.ndim == 2]
+    vectors = [p for p in head.parameters() if p.ndim == 1]
+    fused = next(head.parameters()).is_cuda
+    adamw = {"lr": settings.learning_rate, "betas": (0.9, 0.95), "fused": fused}
+    if settings.optimizer == "adamw":
+        groups = [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        return [torch.optim.AdamW(groups, **adamw)]
+    return [
+        torch.optim.Muon(
+            matrices,
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(vectors, weight_decay=0.0, **adamw),
+    ]
+
+
+def learning_rate(settings: Settings, step: int, done: float) -> float:
+    """Linear warm-up over steps, then a cosine to zero over `done`, the part of the run that is over."""
+    warm = min(1.0, (step + 1) / max(1, settings.warmup))
+    return settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def batch_loss(
+    head: Head, target: FrozenTarget, batch: Batch, table: Tensor, settings: Settings, hidden_weight: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of a batch, and `[3, passes]` for the log: cross-entropy, smooth L1, agreement, all means."""
+    w = head.weights(target.dtype)
+    embeds = F.embedding(batch.tokens, target.embedding)
+    outputs = unrolled_passes(head, w, embeds, batch.hidden, table, settings.passes)
+    numbers = torch.arange(1, settings.passes + 1, device=batch.targets.device)
+    student = torch.stack(
+        [o.flatten(0, 1).index_select(0, batch.targets - k) for k, o in enumerate(outputs, 1)]
+    )  # [passes, n, h]
+    teacher = batch.hidden.flatten(0, 1)[batch.targets]  # [n, h]
+    valid = (batch.depth[None] >= numbers[:, None]).float()
+    mean = valid / valid.sum(dim=1, keepdim=True).clamp_(min=1)  # [passes, n]
+    ce, agree = soft_cross_entropy(student, teacher, target.lm_head, mean, settings.sharpen)
+    distance = F.smooth_l1_loss(student.float(), teacher.float().expand_as(student), reduction="none").mean(
+        dim=-1
+    )
+    distance = (distance * mean).sum(dim=1)
+    decay = settings.pass_decay ** (numbers - 1).float()
+    loss = ((ce + hidden_weight * distance) * decay).sum()
+    return loss, torch.stack([ce.detach(), distance.detach(), (agree * mean).sum(dim=1)])
+
+
+class Run:
+    """One training run in a folder: `train.jsonl`, `checkpoint.pt`, in the end the head and
+    `training.json`."""
+
+    def __init__(self, target: FrozenTarget, folder: Path, settings: Settings, start_from: Path | None):
+        self.folder, self.settings, self.target = folder, settings, target
+        folder.mkdir(parents=True, exist_ok=True)
+        if start_from is not None:
+            self.head = load_head(start_from, target.device)
+        else:
+            self.head = head_for(target, settings.intermediate_size, settings.seed)
+        self.optimizers = make_optimizers(self.head, settings)
+        self.step, self.epoch, self.in_epoch, self.seconds, self.positions = 0, 0, 0, 0.0, 0
+        self.log_path, self.checkpoint_path = folder / "train.jsonl", folder / "checkpoint.pt"
+        log_bytes = self._resume() if self.checkpoint_path.exists() else 0
+        self.log_file = self.log_path.open("ab")
+        # Lines written after the checkpoint will be written again.
+        self.log_file.truncate(log_bytes)
+
+    def _resume(self) -> int:
+        state = torch.load(self.checkpoint_path, map_location=self.target.device, weights_only=True)
+        old, new = state["settings"], asdict(self.settings)
+        changed = [key for key in new if key not in ("steps", "minutes") and old.get(key) != new[key]]
+        if changed:
+            told = ", ".join(f"{key} was {old.get(key)!r} and is {new[key]!r}" for key in changed)
+            raise ModelError(f"{self.checkpoint_path} belongs to another recipe: {told}. Use another folder.")
+        self.head.load_state_dict(state["head"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for name in ("step", "epoch", "in_epoch", "seconds", "positions"):
+            setattr(self, name, state[name])
+        return state["log_bytes"]
+
+    def save(self) -> None:
+        """Write the checkpoint, whole or not at all."""
+        self.log_file.flush()
+        state = {name: getattr(self, name) for name in ("step", "epoch", "in_epoch", "seconds", "positions")}
+        state |= {
+            "settings": asdict(self.settings),
+            "head": self.head.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "log_bytes": self.log_file.tell(),
+        }
+        partial = self.checkpoint_path.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, self.checkpoint_path)
+
+    def done(self, seconds: float) -> float:
+        """The part of the run that is over, 0 to 1."""
+        by_step = self.step / self.settings.steps if self.settings.steps else 0.0
+        by_time = seconds / (60 * self.settings.minutes) if self.settings.minutes else 0.0
+        return max(by_step, by_time)
+
+    def log(self, sums: Tensor, count: int, hidden_weight: float, rate: float) -> dict:
+        """Append the means of the last `count` steps as one JSON line; raises ModelError if they are not
+        numbers."""
+        ce, distance, agree = (sums / count).tolist()
+        line = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "positions": self.positions,
+            "loss": sum(
+                (c + hidden_weight * d) * self.settings.pass_decay**k
+                for k, (c, d) in enumerate(zip(ce, distance, strict=True))
+            ),
+            "cross_entropy": ce,
+            "smooth_l1": distance,
+            "agreement": agree,
+            "learning_rate": rate,
+        }
+        if not math.isfinite(line["loss"]):
+            raise ModelError(
+                f"Training diverged at step {self.step}: the loss is {line['loss']}. Lower the rate."
+            )
+        self.log_file.write((json.dumps(line) + "\n").encode())
+        self.log_file.flush()
+        return line
+
+
+def train(
+    target_folder: str | os.PathLike,
+    text_folder: str | os.PathLike,
+    out_folder: str | os.PathLike,
+    settings: Settings,
+    device: str = "cpu",
+    start_from: str | os.PathLike | None = None,
+    cache_gb: float = 64.0,
+    log_every: int = 20,
+    save_every: float = 60.0,
+    on_step: Callable[[int], None] | None = None,
+) -> dict:
+    """Train a head for the target and write it to `out_folder`; go on where a run there stopped.
+
+    Args: text_folder from `head_data.write_text`; start_from a head to begin with; cache_gb memory for the
+    target's hidden states (they are computed anew each epoch if they need more); save_every seconds between
+    checkpoints, each at a log line; on_step is called after each step.
+    Returns the last log line with the run's totals. Raises ModelError for a recipe or text that cannot be
+    used.
+    """
+    out = Path(out_folder)
+    target = FrozenTarget(target_folder, device)
+    text = load_text(text_folder)
+    if not len(text):
+        raise ModelError(f"There is no training text in {text_folder}.")
+    feed = Feed(text, target, int(cache_gb * 2**30))
+    run = Run(target, out, settings, Path(start_from) if start_from else None)
+    table = rotary_table(run.head.config, int(text.lengths.max()) + 64 + settings.passes, target.device)
+    table = table.to(target.dtype)
+    began, saved = time.monotonic() - run.seconds, time.monotonic()
+    sums, count, line = torch.zeros(3, settings.passes, device=target.device), 0, {}
+    places = endless(text.lengths, settings.tokens_per_batch, settings.seed, run.epoch, run.in_epoch)
+    with closing(run.log_file), progress_bar() as progress:
+        task = progress.add_task("training", total=1.0, completed=run.done(run.seconds))
+        while (done := run.done(time.monotonic() - began)) < 1.0:
+            run.epoch, number, width, sequences = next(places)
+            batch = feed.batch(width, sequences)
+            if len(batch.targets):
+                rate = learning_rate(settings, run.step, done)
+                fade = 1.0 - done / settings.hidden_until if settings.hidden_until else 1.0
+                hidden_weight = settings.hidden_weight * max(0.0, fade)
+                loss, parts = batch_loss(run.head, target, batch, table, settings, hidden_weight)
+                for optimizer in run.optimizers:
+                    optimizer.zero_grad(set_to_none=True)
+                    for group in optimizer.param_groups:
+                        group["lr"] = rate
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(run.head.parameters(), 1.0)
+                for optimizer in run.optimizers:
+                    optimizer.step()
+                sums += parts
+                count += 1
+            run.step, run.in_epoch = run.step + 1, number + 1
+            run.positions += len(batch.targets)
+            if count and (run.step % log_every == 0 or run.done(time.monotonic() - began) >= 1.0):
+                line = run.log(sums, count, hidden_weight, rate)
+                sums, count = torch.zeros_like(sums), 0
+                run.seconds = time.monotonic() - began
+                speed = run.positions / run.seconds
+                told = f"step {run.step}  agreement {line['agreement'][0]:.3f}  {speed:,.0f} positions/s"
+                progress.update(task, completed=run.done(run.seconds), description=told)
+                if time.monotonic() - saved >= save_every:
+                    run.save()
+                    saved = time.monotonic()
+            if on_step is not None:
+                on_step(run.step)
+        run.seconds = time.monotonic() - began
+        run.save()
+    save_head(run.head, out)
+    totals = {**line, "step": run.step, "positions": run.positions, "seconds": round(run.seconds, 1)}
+    return _write_card(out, settings, text_folder, target, totals)
+
+
+def _write_card(out: Path, settings: Settings, text_folder, target: FrozenTarget, totals: dict) -> dict:
+    """`training.json`: what the head's card is made from."""
+    cuda = target.device.type == "cuda"
+    text = json.loads((Path(text_folder) / "manifest.json").read_text(encoding="utf-8"))
+    write_json(
+        out / "training.json",
+        {
+            "settings": asdict(settings),
+            "totals": totals,
+            "text": {key: value for key, value in text.items() if key != "shards"},
+            "device": torch.cuda.get_device_name(target.device) if cuda else platform.machine(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        },
+    )
+    return totals

@@ -1,0 +1,1 @@
+"""The trained draft heads, a folder each, that `fledge models fetch` copies to the cache."""
