@@ -176,6 +176,14 @@ def test_errors_are_sentences(tmp_path, run):
     save_head(tiny_head(target), tmp_path / "head")
     result = run("eval-head", target, tmp_path / "head", "--device", "cpu")
     assert result.exit_code == 1 and "Nothing to measure on" in result.output
+    result = run("eval-head", target, tmp_path / "head", "--shape", "3/1")
+    assert result.exit_code == 1 and "'3/1' is no shape" in result.output
+    result = run("eval-head", target, tmp_path / "head", "--engine", "part9")
+    assert result.exit_code == 1 and "no stage 'part9'" in result.output
+    result = run("train-head", target, tmp_path / "out", "--text-only", "--stage", "part9")
+    assert result.exit_code == 1 and "no stage 'part9'" in result.output
+    result = run("train-head", target, tmp_path / "out", "--text-only", "--device", "cpu")
+    assert result.exit_code == 1 and "no tokenizer could be loaded" in result.output
 
 
 def test_an_engine_that_disagrees_is_told(published, tmp_path, monkeypatch):

@@ -1,10 +1,12 @@
-"""Text writing with a scripted generator and a word tokenizer; then the slot writer on a tiny target."""
+"""Text writing: with a scripted generator and a tokenizer of characters, then with a stage's engine."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.tools.head_helpers import tiny_target
 from tools.models.cache import ModelError
@@ -20,7 +22,7 @@ from tools.models.head_data import (
     write_text,
 )
 from tools.models.head_model import FrozenTarget
-from tools.models.head_writer import SlotWriter, decode_attention_native, engine_writer
+from tools.models.head_writer import engine_writer, write_text_with
 
 END = 2
 
@@ -43,8 +45,7 @@ class Words:
 
 
 class Script:
-    """A generator that asks numbered questions and answers with the prompt's length; it remembers its
-    calls."""
+    """A generator that asks numbered questions and answers in six tokens; it remembers its calls."""
 
     def __init__(self, die_at=None):
         self.calls, self.die_at, self.asked = [], die_at, 0
@@ -118,9 +119,8 @@ def test_a_killed_writer_goes_on_to_the_same_text(tmp_path, die_at):
         write_text("tiny", Words(), Script(die_at), tmp_path / "broken", SMALL)
     again = Script()
     write_text("tiny", Words(), again, tmp_path / "broken", SMALL)
-    assert (
-        len(again.calls) == 5 - die_at
-    )  # questions, held-out, three shards: what was done is not done again
+    # Questions, held-out, three shards: what was done is not done again.
+    assert len(again.calls) == 5 - die_at
     whole, broken = load_text(tmp_path / "whole"), load_text(tmp_path / "broken")
     assert (whole.tokens == broken.tokens).all() and (whole.kinds == broken.kinds).all()
     assert not list((tmp_path / "broken").glob("*.partial"))
@@ -193,82 +193,73 @@ def test_a_template_that_repeats_the_user_is_refused():
         Template(Twice())
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return FrozenTarget(tiny_target(tmp_path_factory.mktemp("target")))
+class Engine:
+    """Answers a prompt with itself plus 100; even prompts stop there."""
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, input_ids, sampling_params):
+        self.calls.append((input_ids, sampling_params))
+        reasons = [{"type": "stop"} if ids[0] % 2 == 0 else {"type": "length"} for ids in input_ids]
+        return [
+            {"output_ids": [100 + ids[0]], "meta_info": {"finish_reason": reason}}
+            for ids, reason in zip(input_ids, reasons, strict=True)
+        ]
 
 
-def greedy(target, prompt, count, stop):
-    ids = list(prompt)
-    for _ in range(count):
-        with torch.no_grad():
-            ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
-        if ids[-1] == stop:
-            break
-    return ids[len(prompt) :]
+def test_an_engine_writes_in_calls_and_tells_of_each():
+    engine, told = Engine(), []
+    parameters = [{"max_new_tokens": n} for n in range(1, 6)]
+    answers = engine_writer(engine, END, 2)([[5], [6], [7], [8], [9]], parameters, told.append)
+    assert answers == [[105], [106, END], [107], [108, END], [109]]
+    assert told == [2, 2, 1]
+    assert engine.calls[2] == ([[9]], [{"max_new_tokens": 5}])
+    assert [ids for ids, _ in engine.calls] == [[[5], [6]], [[7], [8]], [[9]]]
 
 
-def test_slots_write_what_the_target_would(target):
-    """More prompts than slots, of many lengths, with a shared prefix: slots are refilled and their keys
-    reused."""
-    random = np.random.default_rng(0)
-    prompts = [[9, 8, 7, *random.integers(3, 61, n).tolist()] for n in (2, 11, 5, 1, 7, 3, 4)]
-    limits = [9, 2, 14, 20, 1, 6, 11]
-    expected = [greedy(target, p, n, None) for p, n in zip(prompts, limits, strict=True)]
-    stop = expected[2][4]  # a token that really comes up
-    finished = []
-    writer = SlotWriter(target, stop, 2, 48)
-    for ignore in (True, False):
-        wanted = [{"temperature": 0.0, "max_new_tokens": n, "ignore_eos": ignore} for n in limits]
-        answers = writer(prompts, wanted, finished.append)
-        for answer, whole, prompt, limit in zip(answers, expected, prompts, limits, strict=True):
-            assert answer == (whole if ignore else greedy(target, prompt, limit, stop))
-    assert sum(finished) == 14
-
-
-def test_slots_sample_from_the_target_s_law(target):
-    prompt, temperature = [9, 8, 7, 30], 1.7
-    writer = SlotWriter(target, 2, 1000, 8, seed=3)
-    wanted = {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True}
-    drawn = [a[0] for a in writer([prompt] * 2000, [wanted] * 2000, lambda finished: None)]
-    with torch.no_grad():
-        law = (target.model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1).numpy()
-    counts = np.bincount(drawn, minlength=len(law))
-    keep = law * 2000 >= 5
-    chi = (((counts - 2000 * law) ** 2) / (2000 * law))[keep].sum()
-    assert chi < keep.sum() + 5 * (2 * keep.sum()) ** 0.5
-
-
-def test_a_prompt_that_fits_no_slot_is_refused(target):
-    with pytest.raises(ValueError, match="9 tokens does not fit a slot of 8"):
-        SlotWriter(target, 2, 2, 8)(
-            [[5] * 9], [{"temperature": 0.0, "max_new_tokens": 3}], lambda finished: None
-        )
-
-
-@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")  # the interpreter's own loop bound
-def test_the_decode_kernel_equals_its_twin():
-    pytest.importorskip("triton")
-    from tools.models.head_writer_triton import decode_attention
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
-    q = torch.randn(3, 6, 16, device=device)
-    k, v = torch.randn(2, 3, 70, 2, 16, device=device)
-    lengths = torch.tensor([1, 64, 70], device=device)
-    k[1, 64:], v[1, 64:] = float("nan"), float("nan")
-    ours = decode_attention(q, k, v, lengths)
-    twin = decode_attention_native(q, k.nan_to_num(), v.nan_to_num(), lengths)
-    torch.testing.assert_close(ours, twin, rtol=1e-4, atol=1e-5)
-
-
-def test_an_engine_writes_through_the_same_door():
-    class Engine:
+def test_an_end_that_is_in_the_answer_is_not_added():
+    class Ends(Engine):
         def generate(self, input_ids, sampling_params):
-            assert input_ids == [[5], [6]] and sampling_params == [{"temperature": 0}] * 2
-            reasons = [{"type": "stop", "matched": END}, {"type": "length", "length": 2}]
-            return [{"output_ids": [7, 8], "meta_info": {"finish_reason": reason}} for reason in reasons]
+            return [{"output_ids": [7, END], "meta_info": {"finish_reason": {"type": "stop"}}}]
 
-    told = []
-    answers = engine_writer(Engine(), END)([[5], [6]], [{"temperature": 0}] * 2, told.append)
-    assert answers == [[7, 8, END], [7, 8]] and told == [2]
+    assert engine_writer(Ends(), END, 8)([[5]], [{}], lambda finished: None) == [[7, END]]
+
+
+def test_a_stage_writes_what_its_target_says(tmp_path):
+    """The real engine on a tiny target: its tokens are decoded by a tokenizer that has a chat template."""
+    target = tiny_target(tmp_path / "target")
+    words = {chr(97 + i) if i < 26 else chr(65 + i - 26) if i < 52 else str(i): i for i in range(61)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="c", chat_template="ab{{ messages[0]['content'] }}ba"
+    ).save_pretrained(target)
+    settings = TextSettings(
+        conversations=6,
+        held_out=2,
+        shard_conversations=4,
+        max_length=128,
+        max_new_tokens=12,
+        past_end_tokens=9,
+        max_question_tokens=40,
+    )
+    manifest = write_text_with("part4_worker", target, tmp_path / "text", settings, "cpu", 32)
+    assert manifest["conversations"] == 6 and len(manifest["shards"]) == 3
+    held_out, frozen = load_text(tmp_path / "text", held_out=True), FrozenTarget(target)
+    for number in range(2):
+        row, prompt = held_out.row(number), int(held_out.prompt_lengths[number])
+        (expected,) = frozen.greedy([row[:prompt].tolist()], len(row) - prompt)
+        assert row.tolist() == expected.tolist()
+
+
+def test_greedy_answers_do_not_depend_on_their_neighbours(tmp_path):
+    target = FrozenTarget(tiny_target(tmp_path / "target"))
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, 61, n).tolist() for n in (2, 11, 5)]
+    for prompt, row in zip(prompts, target.greedy(prompts, 9), strict=True):
+        ids = list(prompt)
+        for _ in range(9):
+            with torch.no_grad():
+                ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert row.tolist() == ids

@@ -1,5 +1,4 @@
-"""The simulation of rounds against a brute force that redoes everything from the tokens, one node at a
-time."""
+"""The simulation of rounds against a brute force that redoes everything from the tokens, node by node."""
 
 from functools import partial
 
@@ -9,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from tests.tools.head_helpers import tiny_head, tiny_target
-from tools.models.head_eval import Rounds, simulate
+from tools.models.cache import ModelError
+from tools.models.head_data import Text
+from tools.models.head_eval import Rounds, read_shape, rows_of, simulate
 from tools.models.head_model import FrozenTarget, load_head, rotary_table, save_head
 from tools.models.head_report import check_engine
-from tools.models.head_writer import SlotWriter
 
 
 @pytest.fixture(scope="module")
@@ -22,25 +22,13 @@ def setting(tmp_path_factory):
     head = tiny_head(folder, seed=3, std=0.05)  # passes the hidden state on, so that some drafts are right
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 61, n).tolist() for n in (5, 9, 7)]
-    writer = SlotWriter(target, 2, 3, 64)
-    wanted = [{"temperature": 0.0, "max_new_tokens": n, "ignore_eos": True} for n in (12, 9, 10)]
-    answers = writer(prompts, wanted, lambda finished: None)
-    rows = [np.array(p + a) for p, a in zip(prompts, answers, strict=True)]
-    return target, head, rows, np.array([len(p) for p in prompts])
-
-
-def test_the_writer_is_greedy(setting):
-    target, _, rows, lengths = setting
-    for row, prompt in zip(rows, lengths, strict=True):
-        ids = torch.from_numpy(row)[None]
-        with torch.no_grad():
-            best = target.model(ids).logits.argmax(-1)[0]
-        assert best[prompt - 1 : -1].tolist() == row[prompt:].tolist()
+    lengths = np.array([len(p) for p in prompts])
+    rows = [row[: n + m] for row, n, m in zip(target.greedy(prompts, 12), lengths, (12, 9, 10), strict=True)]
+    return target, head, rows, lengths
 
 
 class BruteForce:
-    """EAGLE drafting by definition: every node runs the head over committed pairs and its own path, from
-    nothing."""
+    """EAGLE drafting by definition: each node runs the head over all committed pairs and its own path."""
 
     def __init__(self, head, target, row):
         self.head, self.target = head, target
@@ -56,9 +44,8 @@ class BruteForce:
         keys, values, out = [], [], None
         for position, token in enumerate(tokens):
             state = states[position] if position < start else out
-            x = self.head.fuse(self.w, F.embedding(torch.tensor(token), self.target.embedding), state)[
-                None, None
-            ]
+            embed = F.embedding(torch.tensor(token), self.target.embedding)
+            x = self.head.fuse(self.w, embed, state)[None, None]
             q, k, v = self.head.qkv(self.w, x, self.table[:, position : position + 1])
             keys.append(k)
             values.append(v)
@@ -121,6 +108,27 @@ def test_the_counts_add_up():
     assert rounds.tokens_per_round == 2.0
     assert rounds.acceptance() == [5 / 6, 3 / 5, 2 / 3]
     assert rounds.summary()["tokens"] == 12
+
+
+def test_shapes_are_read_and_impossible_ones_refused():
+    assert read_shape("3/4/8") == (3, 4, 8)
+    for text in ("3/4", "3/4/8/1", "a/b/c", "0/1/2", "3/1/5", "3/1/1", "-1/1/2", ""):
+        with pytest.raises(ModelError, match="no shape"):
+            read_shape(text)
+
+
+def test_loops_are_cut_before_the_answer_is():
+    text = Text.from_rows([[1, 2, 3, *[7] * 50], [1, 2, 8, 9]], [2, 2], [0, 0])
+    assert [len(row) for row in rows_of(text, None, None)[0]] == [53, 4]
+    assert [len(row) for row in rows_of(text, None, None, cut_loops=True)[0]] == [6, 4]
+    assert [len(row) for row in rows_of(text, 3, 1, cut_loops=True)[0]] == [5]
+
+
+def test_progress_counts_every_token_once_a_shape(setting):
+    target, head, rows, lengths = setting
+    told = []
+    simulate(head, target, rows, lengths, [(1, 1, 2), (2, 1, 3)], batch_tokens=32, on_played=told.append)
+    assert len(told) > 2 and sum(told) == 2 * sum(len(row) for row in rows)
 
 
 def test_one_token_answers_are_left_out(setting):

@@ -4,6 +4,7 @@ The mask is one position earlier than one might think: at the last prompt positi
 first answer token, and what it predicts there is the second.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,10 +19,9 @@ WIDTH = 64  # batches are padded to a multiple of this many tokens
 
 
 def loss_mask(prompt_lengths: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
-    """Loss weight of the first pass at each index, float32 `[sequences, width]`; its label is the token 2
-    further on.
+    """Loss weight of the first pass at each index, float32 `[sequences, width]`.
 
-    1 from the last prompt position on, as long as that label exists; 0 elsewhere.
+    1 from the last prompt position on, as long as the label, the token 2 further on, exists; 0 elsewhere.
     """
     index = np.arange(width)[None]
     return ((index >= prompt_lengths[:, None] - 1) & (index + 2 < lengths[:, None])).astype(np.float32)
@@ -30,8 +30,7 @@ def loss_mask(prompt_lengths: np.ndarray, lengths: np.ndarray, width: int) -> np
 def epoch_batches(
     lengths: np.ndarray, tokens_per_batch: int, seed: int, epoch: int
 ) -> list[tuple[int, np.ndarray]]:
-    """One epoch: `(width, sequence numbers)` in random order, each batch at most `tokens_per_batch` with
-    padding.
+    """One epoch: `(width, sequence numbers)` in random order, each at most `tokens_per_batch` with padding.
 
     What does not fill a batch moves to the next width, so only the widest can hold a small batch. The same
     arguments give the same epoch, which is what makes a resumed run go on as if nothing had happened.
@@ -66,9 +65,15 @@ class Batch:
     depth: Tensor
 
 
+def free_memory(device: torch.device) -> int:
+    """Free bytes of a GPU; elsewhere all of the machine's memory, its free part being no portable number."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 class Feed:
-    """Turns sequence numbers into batches; keeps the target's hidden states of all text if they fit
-    `cache_bytes`.
+    """Turns sequence numbers into batches; keeps the target's hidden states if they fit `cache_bytes`.
 
     Rows run past the end of their sequence into the next one: nothing that is used looks to the right.
     """
@@ -99,9 +104,8 @@ class Feed:
         where = packed[:rows, None] + torch.arange(width, device=self.device)  # [B, T]
         where = where.clamp_(max=len(self.tokens) - 1)
         tokens = self.tokens[where].long()
-        return Batch(
-            tokens, self._hidden(tokens, where, sequences), packed[rows : rows + n], packed[rows + n :]
-        )
+        hidden = self._hidden(tokens, where, sequences)
+        return Batch(tokens, hidden, packed[rows : rows + n], packed[rows + n :])
 
     def _hidden(self, tokens: Tensor, where: Tensor, sequences: np.ndarray) -> Tensor:
         if self.cache is None:
@@ -109,9 +113,8 @@ class Feed:
         if not self.known[sequences].all():
             hidden = self.target.hidden_states(tokens)
             width = tokens.shape[1]
-            own = torch.from_numpy(np.arange(width)[None] < self.text.lengths[sequences][:, None]).to(
-                self.device
-            )
+            own = np.arange(width)[None] < self.text.lengths[sequences][:, None]
+            own = torch.from_numpy(own).to(self.device)
             self.cache[where[own]] = hidden[own]
             self.known[sequences] = True
             return hidden

@@ -1,5 +1,4 @@
-"""`convert-head`: a published EAGLE head (`pytorch_model.bin`) becomes a safetensors folder that the engines
-load.
+"""`convert-head`: a published EAGLE head (`pytorch_model.bin`) becomes a folder that the engines load.
 
 Published heads name their tensors as upstream's loader expects them, with or without a leading `model.`, some
 carry a copy of the embedding, and their configs say `LlamaForCausalLM`. An EAGLE-3 head is recognised, so
@@ -23,8 +22,7 @@ BORROWED = ("embed_tokens.weight", "lm_head.weight", "rotary_emb.inv_freq")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of `model.safetensors` or `pytorch_model.bin`; a pickle is read without running anything in
-    it."""
+    """All tensors of `model.safetensors` or `pytorch_model.bin`; what a pickle would run is not run."""
     safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
     if safe.is_file():
         return load_file(safe)
@@ -48,8 +46,7 @@ def is_eagle3(config: dict, tensors: dict[str, Tensor]) -> bool:
 def convert_head(
     source: str | os.PathLike, out: str | os.PathLike, target_config: dict | None = None
 ) -> Path:
-    """Convert the head in folder `source` (with its `config.json`) into folder `out`, in the dtype it was
-    stored in.
+    """Convert the head in folder `source` into folder `out`, in the dtype it was stored in.
 
     Args: target_config, a target's `config.json`, fills in what a head's config may leave to its target and
     is checked against it. Returns `out`. Raises ModelError naming what does not fit.

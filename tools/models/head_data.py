@@ -2,8 +2,8 @@
 
 A head must learn what its target says, so the target says it: it writes user turns from its bare chat
 template, then answers them, mostly greedily (that is where drafting pays) and partly past its end of turn,
-because benchmarks ignore it. Whoever generates is a plain function, so that the engine, the writer in
-`head_writer.py` and a test's fake all fit.
+because benchmarks ignore it. Whoever generates is a plain function, so that an engine and a test's fake both
+fit.
 """
 
 import json
@@ -25,35 +25,34 @@ Generate = Callable[[list[list[int]], list[dict[str, Any]], Callable[[int], None
 
 KINDS = ("greedy", "past_end", "warm", "hot")
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
+QUESTIONS_PER_CALL = 4096  # and then they are saved
 HELD_OUT = "held-out.npz"
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What to write. `shares` are the parts of KINDS; `past_end` answers go on `past_end_tokens` whatever
-    they say.
+    """What to write. `shares` are the parts of KINDS; `past_end` answers have `past_end_tokens` tokens.
 
     Most answers may have `max_new_tokens`, a `long_share` of them whatever `max_length` leaves. The first
     `held_out` questions are answered greedily into a file that training never reads.
     """
 
-    conversations: int = 65536
+    conversations: int = 16384
     held_out: int = 512
-    shares: tuple[float, ...] = (0.60, 0.15, 0.14, 0.11)
+    shares: tuple[float, ...] = (0.62, 0.10, 0.16, 0.12)
     max_length: int = 2048
     max_new_tokens: int = 512
     long_share: float = 0.10
     past_end_tokens: int = 320
     max_question_tokens: int = 160
-    shard_conversations: int = 16384
+    shard_conversations: int = 4096
     seed: int = 0
 
 
 @dataclass
 class Text:
-    """Conversations end to end: tokens `[total]`; starts, lengths, prompt_lengths int64 and kinds uint8
-    `[n]`."""
+    """Conversations end to end: tokens `[total]`; the rest `[n]`, kinds uint8, others int64."""
 
     tokens: np.ndarray
     starts: np.ndarray
@@ -121,8 +120,7 @@ def load_text(folder: str | os.PathLike, held_out: bool = False) -> Text:
 
 
 class Template:
-    """A tokenizer's chat template, cut where the user's words go. The default system prompt is in
-    `before`."""
+    """A tokenizer's chat template, cut where the user's words go; `before` has the default system prompt."""
 
     MARK = "\u2983fledge\u2984"
 
@@ -146,8 +144,7 @@ class Template:
 
 
 def is_sane(question: str) -> bool:
-    """Whether a question is worth answering: neither tiny nor foreign to the target's alphabet, and no
-    template text."""
+    """Whether a question is worth answering: not tiny, in the target's alphabet, free of template text."""
     if not 3 <= len(question) <= 1000 or "<|" in question:
         return False
     return sum(c.isascii() for c in question) >= 0.9 * len(question) and any(c.isalpha() for c in question)
@@ -156,8 +153,7 @@ def is_sane(question: str) -> bool:
 def write_questions(
     template: Template, generate: Generate, count: int, settings: TextSettings, path: Path
 ) -> list[str]:
-    """At least `count` different user turns sampled by the target; those already in the file at `path` are
-    kept."""
+    """At least `count` different user turns sampled by the target; those in the file at `path` are kept."""
     questions = path.read_text(encoding="utf-8").split("\x1e") if path.is_file() else []
     seen = {" ".join(question.lower().split()) for question in questions}
     with progress_bar() as progress:
@@ -165,7 +161,7 @@ def write_questions(
         while len(questions) < count:
             known = len(questions)
             # About a fifth is lost to the filters; a round too many costs little.
-            asked = min(65536, int(1.3 * (count - known)) + 64)
+            asked = min(QUESTIONS_PER_CALL, int(1.3 * (count - known)) + 64)
             seeds = random.Random(f"{settings.seed} questions {known}")
             parameters = [
                 {
@@ -196,8 +192,7 @@ def write_questions(
 
 
 def without_loop(answer: list[int], longest: int = 48, keep: int = 3) -> list[int]:
-    """Cut an answer that ends by repeating itself to `keep` rounds of the repetition; others come back
-    unchanged.
+    """Cut an answer that ends by repeating itself to `keep` rounds of that; others come back unchanged.
 
     A greedy small model often falls into a loop; hundreds of rounds teach a head nothing that the first few
     do not.
@@ -220,8 +215,7 @@ def write_answers(
     seed: int,
     on_finished: Callable[[int], None] = lambda finished: None,
 ) -> Text:
-    """Answer the prompts in the mix of kinds (greedily where held out). Answers of fewer than two tokens are
-    dropped."""
+    """Answer the prompts in the mix of kinds, greedily where held out; one-token answers are dropped."""
     chance = np.random.default_rng([settings.seed, seed])
     shares = np.array(settings.shares) / sum(settings.shares)
     kinds = np.zeros(len(prompts), int) if held_out else chance.choice(len(KINDS), len(prompts), p=shares)
@@ -262,13 +256,11 @@ def _describe(file: str, text: Text) -> dict[str, Any]:
 def write_text(
     target: str, tokenizer, generate: Generate, folder: str | os.PathLike, settings: TextSettings
 ) -> dict:
-    """Write questions, held-out answers and shards of training answers to `folder`; go on where a run there
-    stopped.
+    """Write questions, held-out answers and shards of training answers; go on where a run there stopped.
 
-    Shards `shard-NNNNN.npz` hold `tokens`, `lengths`, `prompt_lengths` and `kinds`; `manifest.json` says what
-    is there.
-    Returns the manifest. Raises ModelError if the folder was begun with other settings (more conversations
-    are fine).
+    Shards `shard-NNNNN.npz` hold `tokens`, `lengths`, `prompt_lengths` and `kinds`; `manifest.json`
+    lists them. Returns the manifest. Raises ModelError if the folder was begun with other settings (more
+    conversations are fine).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ drafting starts at S, a beam attends to the prefix and its own ancestors, the be
 candidates are verified. Written apart from the engines, to check them: all in float32.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .head_data import Text
+from .cache import ModelError
+from .head_data import Text, without_loop
 from .head_model import FrozenTarget, Head, rotary_table
 
 Shape = tuple[int, int, int]  # steps, topk, draft tokens
@@ -24,10 +25,19 @@ CHAINS: tuple[Shape, ...] = tuple((steps, 1, steps + 1) for steps in range(1, 6)
 TREES: tuple[Shape, ...] = ((3, 4, 8), (5, 4, 8), (5, 8, 32))
 
 
+def read_shape(text: str) -> Shape:
+    """(3, 1, 4) for "3/1/4". Raises ModelError for anything that is no shape of a tree."""
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split("/")]
+    if len(numbers) == 3 and min(numbers) >= 1:
+        steps, topk, draft_tokens = numbers
+        if 2 <= draft_tokens <= 1 + topk + (steps - 1) * topk**2:
+            return steps, topk, draft_tokens
+    raise ModelError(f"{text!r} is no shape: give steps/topk/tokens of a tree that exists, such as 3/1/4.")
+
+
 @dataclass
 class Rounds:
-    """What a shape of speculation would do: per sequence, rounds and tokens made in them; rounds by accepted
-    count."""
+    """What a shape would do: rounds and the tokens made in them, by sequence; rounds by accepted count."""
 
     shape: Shape
     rounds: np.ndarray
@@ -58,8 +68,7 @@ class Rounds:
 
 
 class Simulation:
-    """A batch of answers ready for rounds: tokens, the target's hidden states, and the head's first pass over
-    them."""
+    """A batch of answers ready for rounds: tokens, the target's states, the head's first pass over them."""
 
     def __init__(self, head: Head, target: FrozenTarget, rows: list[np.ndarray], prompt_lengths: np.ndarray):
         self.head, self.target = head, target
@@ -70,9 +79,7 @@ class Simulation:
         padded = np.full((len(rows), width + 16), -1, dtype=np.int64)
         for i, row in enumerate(rows):
             padded[i, : len(row)] = row
-        self.truth = torch.from_numpy(padded).to(
-            device
-        )  # [B, width + 16], -1 beyond the answer: nothing matches it
+        self.truth = torch.from_numpy(padded).to(device)  # [B, width + 16]; nothing matches -1
         self.lengths = torch.from_numpy(lengths).to(device)
         self.prompts = torch.from_numpy(np.asarray(prompt_lengths, dtype=np.int64)).to(device)
         tokens = self.truth[:, :width].clamp(min=0)
@@ -97,8 +104,7 @@ class Simulation:
     def _forward(
         self, rows: Tensor, start: Tensor, depth: int, tokens: Tensor, hidden: Tensor, path: list
     ) -> tuple:
-        """Run the head on one level of beams; returns its output `[A, K, h]` and the path with this level's
-        keys.
+        """Run the head on a level of beams; returns its output `[A, K, h]` and that level in the path.
 
         Beams sit at position start + depth. path holds, for each earlier level, keys and values `[A, Hk, K,
         D]` of the ancestors of these beams.
@@ -121,8 +127,7 @@ class Simulation:
         return self.head.finish(self.w, x, attended), path
 
     def round(self, rows: Tensor, start: Tensor, shape: Shape) -> Tensor:
-        """Accepted draft tokens of one round, int64 `[A]`, for sequences `rows` with S = `start`, both
-        `[A]`."""
+        """Accepted draft tokens of a round, int64 `[A]`, for sequences `rows` with S = `start`."""
         steps, topk, draft_tokens = shape
         at = torch.arange(len(rows), device=rows.device)
         root = self.first[rows, start - 1]  # [A, h]
@@ -166,12 +171,18 @@ class Simulation:
         return Rounds(shape, rounds.cpu().numpy(), tokens.cpu().numpy(), histogram.cpu().numpy())
 
 
-def rows_of(text: Text, max_tokens: int | None, limit: int | None) -> tuple[list[np.ndarray], np.ndarray]:
-    """The first `limit` conversations of a text, answers cut to `max_tokens`, and their prompts' lengths."""
+def rows_of(
+    text: Text, max_tokens: int | None, limit: int | None, cut_loops: bool = False
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """The first `limit` conversations of a text, answers cut to `max_tokens`, and their prompts' lengths.
+
+    `cut_loops` first cuts answers that end by repeating themselves, as training text is cut.
+    """
     rows, prompts = [], []
     for number in range(len(text) if limit is None else min(limit, len(text))):
         row, prompt = text.row(number), int(text.prompt_lengths[number])
-        rows.append(row if max_tokens is None else row[: prompt + max_tokens])
+        answer = without_loop(row[prompt:].tolist()) if cut_loops else row[prompt:]
+        rows.append(row[: prompt + min(len(answer), max_tokens or len(answer))])
         prompts.append(prompt)
     return rows, np.array(prompts)
 
@@ -183,10 +194,12 @@ def simulate(
     prompt_lengths: np.ndarray,
     shapes: Iterable[Shape] = CHAINS + TREES,
     batch_tokens: int = 262144,
+    on_played: Callable[[int], None] = lambda tokens: None,
 ) -> list[Rounds]:
     """Play each shape on all rows (prompt and greedy answer, at least two answer tokens each).
 
-    Rows are taken in batches of at most `batch_tokens` with padding. The target must be in float32.
+    Rows are taken in batches of at most `batch_tokens` with padding; `on_played` hears the tokens of each
+    that one shape is through with. The target must be in float32.
     """
     order = np.argsort([-len(row) for row in rows], kind="stable")
     order = order[[len(rows[i]) - prompt_lengths[i] >= 2 for i in order]] if len(order) else order
@@ -198,6 +211,7 @@ def simulate(
             simulation = Simulation(head, target, [rows[i] for i in batch], prompt_lengths[batch])
         for shape, parts in results.items():
             parts.append(simulation.play(shape))
+            on_played(sum(len(rows[i]) for i in batch))
     return [
         Rounds(
             shape,

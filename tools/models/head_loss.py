@@ -1,5 +1,4 @@
-"""The trainer's loss: soft cross-entropy of the head against the target's distribution, through the frozen LM
-head.
+"""The trainer's loss: soft cross-entropy against the target's distribution, through the frozen LM head.
 
 Nearly all of the training time goes here (two matrix products over the whole vocabulary for each position and
 pass), so the logits of a chunk of positions are made, turned into their own gradient in place, and dropped:
@@ -11,17 +10,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Rows = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+Rows = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def rows_native(student: Tensor, teacher: Tensor, weight: Tensor, sharpen: float) -> tuple[Tensor, Tensor]:
+def rows_native(student: Tensor, teacher: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy row by row; OVERWRITES `student` with the gradient of `weight · loss`.
 
-    Args: logits student and teacher `[rows, V]`; weight float32 `[rows]`; sharpen multiplies the teacher's
-    logits.
+    Args: logits student and teacher `[rows, V]`; weight float32 `[rows]`.
     Returns float32 `[rows]` each: the loss, unweighted; 1.0 where the student's best token is the teacher's.
     """
-    s, t = student.float(), teacher.float() * sharpen
+    s, t = student.float(), teacher.float()
     p = t.softmax(dim=-1)
     log_q = s.log_softmax(dim=-1)
     agree = (s.argmax(dim=-1) == t.argmax(dim=-1)).float()
@@ -40,7 +38,7 @@ def rows_for(device: torch.device) -> Rows:
 
 class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, student, teacher, lm_head, weight, sharpen, chunk, rows):
+    def forward(ctx, student, teacher, lm_head, weight, chunk, rows):
         passes, count, _ = student.shape
         gradient = torch.empty_like(student)
         losses = torch.empty(passes, count, dtype=torch.float32, device=student.device)
@@ -50,7 +48,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
             target_logits = teacher[part] @ lm_head.T  # [chunk, V]
             for k in range(passes):
                 logits = student[k, part] @ lm_head.T  # [chunk, V]
-                losses[k, part], agrees[k, part] = rows(logits, target_logits, weight[k, part], sharpen)
+                losses[k, part], agrees[k, part] = rows(logits, target_logits, weight[k, part])
                 torch.mm(logits, lm_head, out=gradient[k, part])
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(agrees)
@@ -59,18 +57,18 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_losses, _):
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad_losses[:, None, None].to(gradient.dtype), *[None] * 6)
+        return (gradient * grad_losses[:, None, None].to(gradient.dtype), *[None] * 5)
 
 
 def soft_cross_entropy(
-    student: Tensor, teacher: Tensor, lm_head: Tensor, weight: Tensor, sharpen: float = 1.0, chunk: int = 8192
+    student: Tensor, teacher: Tensor, lm_head: Tensor, weight: Tensor, chunk: int = 8192
 ) -> tuple[Tensor, Tensor]:
     """Weighted sums of the cross-entropy, pass by pass.
 
     Args: student `[passes, n, h]`, the head's outputs; teacher `[n, h]`, the target's hidden states at the
     positions that those predict; lm_head `[V, h]`, frozen; weight float32 `[passes, n]`.
-    Returns the losses `[passes]`, differentiable in `student`, and the agreement of the best tokens `[passes,
-    n]`.
+    Returns the losses `[passes]`, differentiable in `student`, and whether the best tokens agree, float32
+    `[passes, n]`.
     """
     rows = rows_for(student.device)
-    return _SoftCrossEntropy.apply(student, teacher, lm_head, weight, sharpen, chunk, rows)
+    return _SoftCrossEntropy.apply(student, teacher, lm_head, weight, chunk, rows)

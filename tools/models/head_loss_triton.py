@@ -1,5 +1,4 @@
-"""One fused kernel of the trainer: softmax of both models, their difference and the loss in one read of the
-logits.
+"""The trainer's one kernel: both models' softmax, their difference and the loss, fused.
 
 Imported only where the device is a GPU (or by its test under the interpreter); `head_loss.rows_native` is its
 twin.
@@ -12,7 +11,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _rows_kernel(student, teacher, weight, loss, agree, sharpen, V: tl.constexpr, BLOCK: tl.constexpr):
+def _rows_kernel(student, teacher, weight, loss, agree, V: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     student += row * V
     teacher += row * V
@@ -24,7 +23,7 @@ def _rows_kernel(student, teacher, weight, loss, agree, sharpen, V: tl.constexpr
     for start in range(0, V, BLOCK):
         inside = start + cols < V
         s = tl.load(student + start + cols, mask=inside, other=-float("inf")).to(tl.float32)
-        t = tl.load(teacher + start + cols, mask=inside, other=-float("inf")).to(tl.float32) * sharpen
+        t = tl.load(teacher + start + cols, mask=inside, other=-float("inf")).to(tl.float32)
         new_s = tl.maximum(best_s, tl.max(s, 0))
         new_t = tl.maximum(best_t, tl.max(t, 0))
         sum_s = sum_s * tl.exp(best_s - new_s) + tl.sum(tl.exp(s - new_s), 0)
@@ -39,7 +38,7 @@ def _rows_kernel(student, teacher, weight, loss, agree, sharpen, V: tl.constexpr
     for start in range(0, V, BLOCK):
         inside = start + cols < V
         s = tl.load(student + start + cols, mask=inside, other=0.0).to(tl.float32)
-        t = tl.load(teacher + start + cols, mask=inside, other=-float("inf")).to(tl.float32) * sharpen
+        t = tl.load(teacher + start + cols, mask=inside, other=-float("inf")).to(tl.float32)
         p = tl.exp(t - lse_t)
         total += tl.sum(p * (lse_s - s), 0)
         at_best = tl.maximum(at_best, tl.max(tl.where(inside & (t == best_t), s, -float("inf")), 0))
@@ -49,11 +48,11 @@ def _rows_kernel(student, teacher, weight, loss, agree, sharpen, V: tl.constexpr
     tl.store(agree + row, (at_best >= best_s).to(tl.float32))
 
 
-def rows_triton(student: Tensor, teacher: Tensor, weight: Tensor, sharpen: float) -> tuple[Tensor, Tensor]:
+def rows_triton(student: Tensor, teacher: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """See `head_loss.rows_native`: same arguments, same results, `student` overwritten as there."""
     rows, vocab = student.shape
     loss = torch.empty(rows, dtype=torch.float32, device=student.device)
     agree = torch.empty_like(loss)
     block = min(triton.next_power_of_2(vocab), 8192)
-    _rows_kernel[(rows,)](student, teacher, weight, loss, agree, sharpen, V=vocab, BLOCK=block, num_warps=8)
+    _rows_kernel[(rows,)](student, teacher, weight, loss, agree, V=vocab, BLOCK=block, num_warps=8)
     return loss, agree

@@ -1,5 +1,4 @@
-"""The draft head in plain PyTorch, as the trainer and the evaluation need it, and the frozen target beside
-it.
+"""The draft head in plain PyTorch, as the trainer and the evaluation need it, and its frozen target.
 
 The layout is upstream's `models/llama_eagle.py`: `fc` joins a token's embedding with the hidden state of the
 position before it, one Llama decoder layer without its input norm follows, and nothing norms the result. The
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -48,8 +48,7 @@ class HeadConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], fc_bias: bool | None = None) -> "HeadConfig":
-        """Read a `config.json`. `fc_bias` is what the weights say; without it the key `bias` decides (true if
-        absent).
+        """Read a `config.json`. `fc_bias` is what the weights say; else the key `bias` (absent: true).
 
         Raises ModelError for a layer this file cannot build.
         """
@@ -132,8 +131,7 @@ def rotary_table(config: HeadConfig, length: int, device: torch.device | str) ->
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotary embedding, first half against second half. x `[..., heads, length, D]`, table `[2, ..., length,
-    D]`."""
+    """Rotary embedding, half against half. x `[..., heads, length, D]`, table `[2, ..., length, D]`."""
     first, second = x.chunk(2, dim=-1)
     return x * table[0] + torch.cat((-second, first), dim=-1) * table[1]
 
@@ -159,8 +157,7 @@ class Head(nn.Module):
     def reset(self, seed: int, std: float = 0.02, embed_gain: float = 1.0) -> "Head":
         """Draw new weights: normal, but `fc` passes the hidden state through, a good first guess of the next.
 
-        embed_gain widens the columns of `fc` that read the embedding, which is often far smaller than a
-        state.
+        embed_gain widens the columns of `fc` that read the embedding, often far smaller than a state.
         """
         generator = torch.Generator().manual_seed(seed)
         h = self.config.hidden_size
@@ -178,18 +175,15 @@ class Head(nn.Module):
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The parameters in `dtype`, cast once for a whole step; gradients flow to the float32 originals."""
-        return {
-            name.removeprefix(LAYER).removesuffix(".weight"): t.to(dtype)
-            for name, t in self.tensors().items()
-        }
+        short = {name: name.removeprefix(LAYER).removesuffix(".weight") for name in self.names}
+        return {short[name]: tensor.to(dtype) for name, tensor in self.tensors().items()}
 
     def fuse(self, w: Mapping[str, Tensor], embeds: Tensor, hidden: Tensor) -> Tensor:
         """`fc` over embedding and hidden state, both `[..., h]` → `[..., h]`."""
         return F.linear(torch.cat((embeds, hidden), dim=-1), w["fc"], w.get("fc.bias"))
 
     def qkv(self, w: Mapping[str, Tensor], x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, Hk, G, T, D]` (G query heads share a key head), keys and values `[B, Hk, T, D]`,
-        rotated.
+        """Rotated queries `[B, Hk, G, T, D]` (G heads share a key head) and keys, and values `[B, Hk, T, D]`.
 
         x is `[B, T, h]`; table holds cos and sin of each row's position, `[2, T, D]` or `[2, B, 1, T, D]`.
         """
@@ -203,8 +197,7 @@ class Head(nn.Module):
         return q.reshape(bs, c.num_key_value_heads, -1, length, c.head_dim), k, v
 
     def finish(self, w: Mapping[str, Tensor], x: Tensor, attended: Tensor) -> Tensor:
-        """Everything after attention. x `[B, T, h]` is what entered the layer, attended `[B, Hk, G, T,
-        D]`."""
+        """Everything after attention. x `[B, T, h]` entered the layer; attended is `[B, Hk, G, T, D]`."""
         bs, length, _ = x.shape
         flat = attended.flatten(1, 2).transpose(1, 2).reshape(bs, length, -1)
         x = x + F.linear(flat, w["self_attn.o_proj"])
@@ -300,6 +293,28 @@ class FrozenTarget:
         Causal attention never looks right, so the padding needs no mask; its own rows mean nothing.
         """
         return self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def greedy(self, prompts: list[list[int]], new_tokens: int) -> list[np.ndarray]:
+        """Prompts continued by `new_tokens` best tokens each, the end of turn ignored; ties to the lowest."""
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        mask, tokens, made, cache = mask.to(self.device), ids.to(self.device), [], None
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        for _ in range(new_tokens):
+            out = self.model(
+                input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache,
+                use_cache=True, logits_to_keep=1,
+            )  # fmt: skip
+            tokens, cache = out.logits[:, -1:].argmax(dim=-1), out.past_key_values
+            mask, positions = F.pad(mask, (0, 1), value=1), positions[:, -1:] + 1
+            made.append(tokens)
+        answers = torch.cat(made, dim=1).cpu().numpy()
+        return [np.array([*p, *answer]) for p, answer in zip(prompts, answers, strict=True)]
 
 
 def head_for(target: FrozenTarget, intermediate_size: int | None, seed: int) -> Head:

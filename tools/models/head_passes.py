@@ -53,9 +53,7 @@ def unrolled_passes(
         own_keys.append(k[:, :, None])
         own_values.append(v[:, :, None])
         scores = torch.baddbmm(causal, q.reshape(flat), k_rows.mT, alpha=scale)
-        own = (
-            torch.stack([(q * key).sum(-1) for key in own_keys], dim=-1) * scale
-        )  # [B, Hk, G, T, number - 1]
+        own = torch.stack([(q * key).sum(-1) for key in own_keys], dim=-1) * scale  # [B, Hk, G, T, number-1]
         own = F.pad(own.reshape(*flat[:2], number - 1), (0, -(number - 1) % ALIGN), value=float("-inf"))
         probs = torch.cat([scores, own], dim=-1).softmax(dim=-1)  # [B·Hk, G·T, T + ALIGN]
         attended = torch.bmm(probs[..., :length], v_rows).view_as(q)

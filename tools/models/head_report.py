@@ -4,7 +4,6 @@ whether it agrees.
 What it returns says where the numbers come from, so that it can be kept as a JSON file beside the head.
 """
 
-import json
 import os
 import platform
 import subprocess
@@ -15,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..bench.stages_door import read_prompts
 from .cache import ModelError, sha256_of
 from .head_data import Template, load_text
 from .head_eval import CHAINS, TREES, Shape, rows_of, simulate
 from .head_model import FrozenTarget, Head, load_head
-from .head_writer import SlotWriter
+from .head_progress import progress_bar
 
 ENGINE_TOLERANCE = 0.03  # tokens per round
 ENGINE_SHAPES: tuple[Shape, ...] = ((3, 1, 4), (3, 4, 8))
@@ -44,30 +44,6 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-
-
-def read_questions(path: Path) -> list[str]:
-    """The list under `questions` of a JSON file, or the JSON list that the file is."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    questions = data.get("questions") if isinstance(data, dict) else data
-    if not isinstance(questions, list) or not questions or not all(isinstance(q, str) for q in questions):
-        raise ModelError(f"{path} holds no list of questions.")
-    return questions
-
-
-def answer_past_end(
-    target: FrozenTarget, tokenizer, questions: Sequence[str], new_tokens: int
-) -> tuple[list, np.ndarray]:
-    """Greedy answers of exactly `new_tokens` tokens, the end of turn ignored: rows and their prompts'
-    lengths."""
-    template = Template(tokenizer)
-    prompts = template.prompts(list(questions))
-    length = max(len(prompt) for prompt in prompts) + new_tokens
-    writer = SlotWriter(target, template.end, len(prompts), length)
-    wanted = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    answers = writer(prompts, [wanted] * len(prompts), lambda finished: None)
-    rows = [np.array([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
-    return rows, np.array([len(prompt) for prompt in prompts])
 
 
 def check_engine(
@@ -126,6 +102,7 @@ def evaluate(
     device: str = "cpu",
     limit: int | None = None,
     max_tokens: int | None = None,
+    cut_loops: bool = False,
     new_tokens: int = 256,
     shapes: Sequence[Shape] = CHAINS + TREES,
     open_engine: Callable[..., Any] | None = None,
@@ -134,18 +111,16 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure a head; see the sections of the result.
 
-    Args: text_folder holds held-out answers (`limit` of them, each cut to `max_tokens`); questions is a JSON
-    file of user turns, answered here with the end of turn ignored (`new_tokens` each); open_engine, if given,
-    is checked against the simulation on the first `engine_prompts` prompts of whichever is there.
+    Args: text_folder holds held-out answers (`limit` of them, each cut to `max_tokens` and, with `cut_loops`,
+    where it only repeats itself); questions is a JSON file of user turns, answered here with the end of turn
+    ignored (`new_tokens` each); open_engine, if given, is checked against the simulation on the first
+    `engine_prompts` prompts of whichever is there.
     """
     if text_folder is None and questions is None:
         raise ModelError("Nothing to measure on: give held-out text, a file of questions, or both.")
     target = FrozenTarget(target_folder, device, torch.float32)
     head = load_head(head_folder, device)
-    if (
-        head.config.hidden_size != target.lm_head.shape[1]
-        or head.config.vocab_size != target.lm_head.shape[0]
-    ):
+    if (head.config.vocab_size, head.config.hidden_size) != tuple(target.lm_head.shape):
         raise ModelError(
             f"The head in {head_folder} was made for a target of another size than {target_folder}."
         )
@@ -155,27 +130,26 @@ def evaluate(
         "dtype": "float32",
     }
     prompts: list[list[int]] = []
+
+    def section(name: str, rows: list[np.ndarray], lengths: np.ndarray, **about: Any) -> None:
+        prompts.extend(row[:length].tolist() for row, length in zip(rows, lengths, strict=True))
+        with progress_bar() as progress:
+            task = progress.add_task(name, total=sum(len(row) for row in rows) * len(shapes))
+            played = simulate(
+                head, target, rows, lengths, shapes, on_played=lambda n: progress.advance(task, n)
+            )
+        found = [rounds.summary() for rounds in played]
+        result[name] = {"answers": len(rows), **about, "shapes": found}
+
     if text_folder is not None:
-        rows, lengths = rows_of(load_text(text_folder, held_out=True), max_tokens, limit)
-        prompts += [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
-        played = simulate(head, target, rows, lengths, shapes)
-        result["held_out"] = {
-            "answers": len(rows),
-            "max_tokens": max_tokens,
-            "shapes": [rounds.summary() for rounds in played],
-        }
+        rows, lengths = rows_of(load_text(text_folder, held_out=True), max_tokens, limit, cut_loops)
+        section("held_out", rows, lengths, max_tokens=max_tokens, cut_loops=cut_loops)
     if questions is not None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(target_folder)
-        rows, lengths = answer_past_end(target, tokenizer, read_questions(Path(questions)), new_tokens)
-        prompts += [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
-        played = simulate(head, target, rows, lengths, shapes)
-        result["questions"] = {
-            "answers": len(rows),
-            "new_tokens": new_tokens,
-            "shapes": [rounds.summary() for rounds in played],
-        }
+        asked = Template(AutoTokenizer.from_pretrained(target_folder)).prompts(read_prompts(Path(questions)))
+        rows = target.greedy(asked, new_tokens)
+        section("questions", rows, np.array([len(prompt) for prompt in asked]), new_tokens=new_tokens)
     if open_engine is not None:
         folders = (str(target_folder), str(head_folder))
         result["engine"] = check_engine(

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cache import ModelError, write_json
-from .head_batches import Batch, Feed, endless
+from .head_batches import Batch, Feed, endless, free_memory
 from .head_data import load_text
 from .head_loss import soft_cross_entropy
-from .head_model import FrozenTarget, Head, head_for, load_head, rotary_table, save_head
+from .head_model import FrozenTarget, Head, head_for, rotary_table, save_head
 from .head_passes import unrolled_passes
 from .head_progress import progress_bar
 
@@ -34,8 +34,7 @@ class Settings:
     """A recipe. `steps` or `minutes` (of training, earlier runs counted in) ends it; the sooner of the two.
 
     `hidden_weight` falls linearly to nothing over the first `hidden_until` of the run: matching the hidden
-    state gets the head going, then only its distribution counts. `sharpen` multiplies the target's logits in
-    the loss.
+    state gets the head going, then only its distribution counts.
     """
 
     steps: int | None = None
@@ -44,45 +43,32 @@ class Settings:
     pass_decay: float = 0.8
     tokens_per_batch: int = 32768
     intermediate_size: int | None = None
-    optimizer: str = "adamw"
     learning_rate: float = 1e-3
     warmup: int = 100
     weight_decay: float = 0.01
     hidden_weight: float = 0.5
     hidden_until: float = 0.3
-    sharpen: float = 1.0
     seed: int = 0
 
     def __post_init__(self):
-        if self.steps is None and self.minutes is None:
+        if not self.steps and not self.minutes:
             raise ModelError("Say when training ends: a number of steps, of minutes, or both.")
-        if self.optimizer not in ("adamw", "muon"):
-            raise ModelError(f"The optimizer is {self.optimizer!r}; it can be 'adamw' or 'muon'.")
         if self.passes < 1:
             raise ModelError(f"{self.passes} passes: a head needs at least one.")
+        if not 0 < self.hidden_until <= 1:
+            raise ModelError(f"hidden_until is {self.hidden_until}: a part of the run, above 0 and up to 1.")
 
 
-def make_optimizers(head: Head, settings: Settings) -> list[torch.optim.Optimizer]:
-    """AdamW for all, or Muon for the matrices (its step scaled to AdamW's size) and AdamW for the vectors."""
+def make_optimizer(head: Head, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW; only the matrices decay."""
     matrices = [p for p in head.parameters() if p.ndim == 2]
     vectors = [p for p in head.parameters() if p.ndim == 1]
-    fused = next(head.parameters()).is_cuda
-    adamw = {"lr": settings.learning_rate, "betas": (0.9, 0.95), "fused": fused}
-    if settings.optimizer == "adamw":
-        groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        return [torch.optim.AdamW(groups, **adamw)]
-    return [
-        torch.optim.Muon(
-            matrices,
-            lr=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        ),
-        torch.optim.AdamW(vectors, weight_decay=0.0, **adamw),
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
+    fused = next(head.parameters()).is_cuda
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=fused)
 
 
 def learning_rate(settings: Settings, step: int, done: float) -> float:
@@ -105,29 +91,26 @@ def batch_loss(
     teacher = batch.hidden.flatten(0, 1)[batch.targets]  # [n, h]
     valid = (batch.depth[None] >= numbers[:, None]).float()
     mean = valid / valid.sum(dim=1, keepdim=True).clamp_(min=1)  # [passes, n]
-    ce, agree = soft_cross_entropy(student, teacher, target.lm_head, mean, settings.sharpen)
-    distance = F.smooth_l1_loss(student.float(), teacher.float().expand_as(student), reduction="none").mean(
-        dim=-1
-    )
-    distance = (distance * mean).sum(dim=1)
+    ce, agree = soft_cross_entropy(student, teacher, target.lm_head, mean)
+    distance = F.smooth_l1_loss(student.float(), teacher.float().expand_as(student), reduction="none")
+    distance = (distance.mean(dim=-1) * mean).sum(dim=1)
     decay = settings.pass_decay ** (numbers - 1).float()
     loss = ((ce + hidden_weight * distance) * decay).sum()
     return loss, torch.stack([ce.detach(), distance.detach(), (agree * mean).sum(dim=1)])
 
 
 class Run:
-    """One training run in a folder: `train.jsonl`, `checkpoint.pt`, in the end the head and
-    `training.json`."""
+    """One training run in a folder: `train.jsonl`, `checkpoint.pt`, in the end the head, `training.json`."""
 
-    def __init__(self, target: FrozenTarget, folder: Path, settings: Settings, start_from: Path | None):
+    STATE = ("step", "epoch", "in_epoch", "seconds", "positions", "line")
+
+    def __init__(self, target: FrozenTarget, folder: Path, settings: Settings):
         self.folder, self.settings, self.target = folder, settings, target
         folder.mkdir(parents=True, exist_ok=True)
-        if start_from is not None:
-            self.head = load_head(start_from, target.device)
-        else:
-            self.head = head_for(target, settings.intermediate_size, settings.seed)
-        self.optimizers = make_optimizers(self.head, settings)
+        self.head = head_for(target, settings.intermediate_size, settings.seed)
+        self.optimizer = make_optimizer(self.head, settings)
         self.step, self.epoch, self.in_epoch, self.seconds, self.positions = 0, 0, 0, 0.0, 0
+        self.line: dict = {}  # the last one of the log
         self.log_path, self.checkpoint_path = folder / "train.jsonl", folder / "checkpoint.pt"
         log_bytes = self._resume() if self.checkpoint_path.exists() else 0
         self.log_file = self.log_path.open("ab")
@@ -142,20 +125,18 @@ class Run:
             told = ", ".join(f"{key} was {old.get(key)!r} and is {new[key]!r}" for key in changed)
             raise ModelError(f"{self.checkpoint_path} belongs to another recipe: {told}. Use another folder.")
         self.head.load_state_dict(state["head"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for name in ("step", "epoch", "in_epoch", "seconds", "positions"):
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name in self.STATE:
             setattr(self, name, state[name])
         return state["log_bytes"]
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
         self.log_file.flush()
-        state = {name: getattr(self, name) for name in ("step", "epoch", "in_epoch", "seconds", "positions")}
-        state |= {
+        state = {name: getattr(self, name) for name in self.STATE} | {
             "settings": asdict(self.settings),
             "head": self.head.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizer": self.optimizer.state_dict(),
             "log_bytes": self.log_file.tell(),
         }
         partial = self.checkpoint_path.with_suffix(".partial")
@@ -169,8 +150,7 @@ class Run:
         return max(by_step, by_time)
 
     def log(self, sums: Tensor, count: int, hidden_weight: float, rate: float) -> dict:
-        """Append the means of the last `count` steps as one JSON line; raises ModelError if they are not
-        numbers."""
+        """Append the means of the last `count` steps as a JSON line; ModelError if training diverged."""
         ce, distance, agree = (sums / count).tolist()
         line = {
             "step": self.step,
@@ -191,6 +171,7 @@ class Run:
             )
         self.log_file.write((json.dumps(line) + "\n").encode())
         self.log_file.flush()
+        self.line = line
         return line
 
 
@@ -200,31 +181,30 @@ def train(
     out_folder: str | os.PathLike,
     settings: Settings,
     device: str = "cpu",
-    start_from: str | os.PathLike | None = None,
-    cache_gb: float = 64.0,
     log_every: int = 20,
     save_every: float = 60.0,
     on_step: Callable[[int], None] | None = None,
 ) -> dict:
     """Train a head for the target and write it to `out_folder`; go on where a run there stopped.
 
-    Args: text_folder from `head_data.write_text`; start_from a head to begin with; cache_gb memory for the
-    target's hidden states (they are computed anew each epoch if they need more); save_every seconds between
-    checkpoints, each at a log line; on_step is called after each step.
-    Returns the last log line with the run's totals. Raises ModelError for a recipe or text that cannot be
-    used.
+    The target's hidden states are kept if they fit half of the free memory, and worked out anew each epoch if
+    not.
+
+    Args: text_folder from `head_data.write_text`; save_every seconds between checkpoints, each at a log line;
+    on_step is called after each step.
+    Returns the last log line with the run's totals. Raises ModelError for a text that cannot be used.
     """
     out = Path(out_folder)
     target = FrozenTarget(target_folder, device)
     text = load_text(text_folder)
     if not len(text):
         raise ModelError(f"There is no training text in {text_folder}.")
-    feed = Feed(text, target, int(cache_gb * 2**30))
-    run = Run(target, out, settings, Path(start_from) if start_from else None)
+    feed = Feed(text, target, free_memory(target.device) // 2)
+    run = Run(target, out, settings)
     table = rotary_table(run.head.config, int(text.lengths.max()) + 64 + settings.passes, target.device)
     table = table.to(target.dtype)
     began, saved = time.monotonic() - run.seconds, time.monotonic()
-    sums, count, line = torch.zeros(3, settings.passes, device=target.device), 0, {}
+    sums, count = torch.zeros(3, settings.passes, device=target.device), 0
     places = endless(text.lengths, settings.tokens_per_batch, settings.seed, run.epoch, run.in_epoch)
     with closing(run.log_file), progress_bar() as progress:
         task = progress.add_task("training", total=1.0, completed=run.done(run.seconds))
@@ -233,22 +213,19 @@ def train(
             batch = feed.batch(width, sequences)
             if len(batch.targets):
                 rate = learning_rate(settings, run.step, done)
-                fade = 1.0 - done / settings.hidden_until if settings.hidden_until else 1.0
-                hidden_weight = settings.hidden_weight * max(0.0, fade)
+                hidden_weight = settings.hidden_weight * max(0.0, 1.0 - done / settings.hidden_until)
                 loss, parts = batch_loss(run.head, target, batch, table, settings, hidden_weight)
-                for optimizer in run.optimizers:
-                    optimizer.zero_grad(set_to_none=True)
-                    for group in optimizer.param_groups:
-                        group["lr"] = rate
+                run.optimizer.zero_grad(set_to_none=True)
+                for group in run.optimizer.param_groups:
+                    group["lr"] = rate
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(run.head.parameters(), 1.0)
-                for optimizer in run.optimizers:
-                    optimizer.step()
+                run.optimizer.step()
                 sums += parts
                 count += 1
             run.step, run.in_epoch = run.step + 1, number + 1
             run.positions += len(batch.targets)
-            if count and (run.step % log_every == 0 or run.done(time.monotonic() - began) >= 1.0):
+            if count and run.step % log_every == 0:
                 line = run.log(sums, count, hidden_weight, rate)
                 sums, count = torch.zeros_like(sums), 0
                 run.seconds = time.monotonic() - began
@@ -261,13 +238,15 @@ def train(
             if on_step is not None:
                 on_step(run.step)
         run.seconds = time.monotonic() - began
+        if count:
+            run.log(sums, count, hidden_weight, rate)
         run.save()
     save_head(run.head, out)
-    totals = {**line, "step": run.step, "positions": run.positions, "seconds": round(run.seconds, 1)}
-    return _write_card(out, settings, text_folder, target, totals)
+    totals = {**run.line, "step": run.step, "positions": run.positions, "seconds": round(run.seconds, 1)}
+    return _write_record(out, settings, text_folder, target, totals)
 
 
-def _write_card(out: Path, settings: Settings, text_folder, target: FrozenTarget, totals: dict) -> dict:
+def _write_record(out: Path, settings: Settings, text_folder, target: FrozenTarget, totals: dict) -> dict:
     """`training.json`: what the head's card is made from."""
     cuda = target.device.type == "cuda"
     text = json.loads((Path(text_folder) / "manifest.json").read_text(encoding="utf-8"))
