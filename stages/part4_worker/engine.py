@@ -77,14 +77,17 @@ class Engine:
         with self._lock:
             requests.admit(scheduler, lambda: self._seeds.getrandbits(63))
         if stream:
-            return self._stream(requests)
+            results = self._stream(requests)
+            next(results)  # a generator that never began would not run its `finally` when dropped
+            return results
         try:
             while not requests.finished():
                 self._step(requests)
         except BaseException:
             self._abort(requests.reqs)
             raise
-        results = [requests.result(req) for req in requests.reqs]
+        with self._lock:  # another thread's step may have ended a request and not be done with it
+            results = [requests.result(req) for req in requests.reqs]
         return results if requests.is_batch else results[0]
 
     def abort_request(self, rid: str) -> bool:
@@ -141,24 +144,24 @@ class Engine:
         with self._lock:
             if self.scheduler is not None:
                 for req in reqs:
-                    self.scheduler.abort_request(req.rid)
+                    self.scheduler.abort_req(req)
 
     def _stream(self, requests: GenerateRequests) -> Iterator[dict]:
-        seen = [-1] * len(requests.reqs)
+        seen = [0] * len(requests.reqs)
         try:
-            while True:
+            yield {}  # taken by `generate`
+            while not all(requests.reported):
                 for i, req in enumerate(requests.reqs):
-                    if len(req.output_ids) > seen[i] or (req.finished() and not requests.reported[i]):
-                        if seen[i] < 0 and not req.output_ids and not req.finished():
+                    with self._lock:  # a step of another thread writes what a result is made of
+                        if len(req.output_ids) == seen[i] and (requests.reported[i] or not req.finished()):
                             continue
                         seen[i] = len(req.output_ids)
                         requests.reported[i] = req.finished()
-                        yield requests.result(req) | ({"index": i} if requests.is_batch else {})
-                if requests.finished() and all(requests.reported):
-                    return
+                        result = requests.result(req)
+                    yield result | ({"index": i} if requests.is_batch else {})
                 self._step(requests)
         finally:
-            self._abort([r for r in requests.reqs if not r.finished()])
+            self._abort(requests.reqs)
 
 
 def _load_tokenizer(server_args: ServerArgs) -> Any:

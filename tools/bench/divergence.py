@@ -33,10 +33,11 @@ from .stages_door import (
     shape_name,
 )
 
-# How far apart two logits can be and still change places, by the dtype that the model runs in. Measured on the
-# embedded model, plain decoding against plain prefill at the same prefixes: the gap between the two best moves
-# by 0.10 (rms; 0.37 in one case of a hundred) in bfloat16, by 0.013 in float16 and by 1e-5 in float32, whose
-# bound says instead what a test prompt must keep clear of. A wrong mask or position moves gaps by whole units.
+# How far apart two logits can be and still change places, by the dtype that the model runs in. Measured on
+# the embedded model, plain decoding against plain prefill at the same prefixes: the gap between the two best
+# moves by 0.10 (rms; 0.37 in one case of a hundred) in bfloat16, by 0.013 in float16 and by 1e-5 in float32,
+# whose bound says instead what a test prompt must keep clear of. A wrong mask or position moves gaps by whole
+# units.
 TOLERANCE = {"float32": 1e-3, "float16": 6e-2, "bfloat16": 0.5}
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ..models.paths import resolve_model_path
 
 TARGET_ARCHITECTURES = ("LlamaForCausalLM",)
 DRAFT_ARCHITECTURES = ("LlamaForCausalLMEagle",)
+
+LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class ModelConfig:
             ValueError: no such model, an architecture that is not supported here, or a key that is missing.
         """
         path = resolve_model_path(model_path)
-        raw = json.loads((path / "config.json").read_text())
+        raw = _read_json(path / "config.json")
         architectures = raw.get("architectures") or ["(none named)"]
         supported = DRAFT_ARCHITECTURES if is_draft_model else TARGET_ARCHITECTURES
         if architectures[0] not in supported:
@@ -74,6 +77,14 @@ class ModelConfig:
             raise ValueError(
                 f"{path}: rotary scaling {rope_type!r} is not supported here, only 'llama3' or none"
             )
+        if rope_type == "llama3" and (lacking := [k for k in LLAMA3_ROPE_KEYS if k not in rope]):
+            raise ValueError(f"{path}: the rotary scaling of config.json lacks {', '.join(lacking)}")
+        # Each would load without a complaint and give other numbers than the model's.
+        for key, expected in (("hidden_act", "silu"), ("quantization_config", None)):
+            if raw.get(key, expected) not in (expected, None):
+                raise ValueError(
+                    f"{path}: {key}={raw[key]!r} in config.json is not supported here, only {expected!r}"
+                )
         trained_for = raw.get("max_position_embeddings", 2048)
         if context_length is not None and context_length > trained_for and not is_draft_model:
             raise ValueError(
@@ -81,6 +92,7 @@ class ModelConfig:
                 "was trained for: lower it"
             )
         eos = _generation_config(path).get("eos_token_id", raw.get("eos_token_id"))
+        eos = [eos] if isinstance(eos, int) else eos or []
         heads = raw["num_attention_heads"]
         return cls(
             path=path,
@@ -99,7 +111,7 @@ class ModelConfig:
             attention_bias=raw.get("attention_bias", False),
             mlp_bias=raw.get("mlp_bias", False),
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or []),
+            eos_token_ids=frozenset(t for t in eos if t < raw["vocab_size"]),
             torch_dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32"),
             fc_bias=raw["bias"] if "bias" in raw else _has_tensor(path, "fc.bias"),
         )
@@ -107,12 +119,30 @@ class ModelConfig:
 
 def _generation_config(path: Path) -> dict:
     file = path / "generation_config.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    return _read_json(file) if file.exists() else {}
+
+
+def _read_json(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, not a table")
+    return content
+
+
+def open_weights(file: Path, device: Any = "cpu") -> Any:
+    """`safe_open` with an error that names the file."""
+    try:
+        return safe_open(file, framework="pt", device=str(device))
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}): fetch or convert it again") from error
 
 
 def _has_tensor(path: Path, name: str) -> bool:
     for file in path.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as weights:
+        with open_weights(file) as weights:
             if name in weights.keys():  # noqa: SIM118 - a safetensors handle is not a dict
                 return True
     return False

@@ -66,7 +66,9 @@ def _filter_sorted(probs: torch.Tensor, info: SamplingBatchInfo, of_rows: Any) -
         # float64: over a large vocabulary a float32 running sum drifts by more than a rare token's
         # probability.
         before = torch.cumsum(ordered, dim=-1, dtype=torch.float64) - ordered  # mass of the better tokens
-        ordered = _renormalised(ordered.masked_fill((before >= top_ps) & (top_ps < 1), 0), top_ps < 1)
+        # The best one always stays: a top_p below float32's range counts as zero.
+        cut = (before >= top_ps) & (before > 0) & (top_ps < 1)
+        ordered = _renormalised(ordered.masked_fill(cut, 0), top_ps < 1)
     return torch.zeros_like(probs).scatter_(1, ids, ordered)
 
 

@@ -54,16 +54,22 @@ class GenerateRequests:
             raise ValueError(
                 f"routed_dp_rank={routed_dp_rank}, but this engine has one rank, 0: leave it out"
             )
+        for name, value in (("return_hidden_states", return_hidden_states), ("stream", stream)):
+            _check_flag(name, value)
         ids, is_batch = _token_ids(tokenizer, prompt, input_ids)
         count = len(ids)
-        params = _per_prompt("sampling_params", sampling_params or {}, count, list)
+        params = _per_prompt("sampling_params", sampling_params, count, list)
         want_logprob = _per_prompt("return_logprob", return_logprob, count, list)
         start = _per_prompt(
             "logprob_start_len", -1 if logprob_start_len is None else logprob_start_len, count, list
         )
         top_num = _per_prompt("top_logprobs_num", top_logprobs_num, count, list)
-        nested = bool(token_ids_logprob) and not isinstance(token_ids_logprob[0], int)
-        scored_ids = _per_prompt("token_ids_logprob", token_ids_logprob, count, list if nested else ())
+        if not isinstance(token_ids_logprob, (list, tuple, type(None))):
+            raise ValueError(f"token_ids_logprob={token_ids_logprob!r}: give a list of token ids")
+        nested = bool(token_ids_logprob) and isinstance(token_ids_logprob[0], (list, tuple, type(None)))
+        scored_ids = _per_prompt(
+            "token_ids_logprob", token_ids_logprob, count, (list, tuple) if nested else ()
+        )
         rids = _per_prompt("rid", rid, count, list)
         reqs = []
         for i in range(count):
@@ -150,8 +156,11 @@ def _token_ids(tokenizer: Any, prompt: Any, input_ids: Any) -> tuple[list[list[i
         if value is not None and not isinstance(value, (str, list, tuple)):
             raise ValueError(f"{name} must be one prompt or a list of them, not {type(value).__name__}")
     if input_ids is not None:
-        is_batch = len(input_ids) > 0 and not isinstance(input_ids[0], int)
-        return ([list(ids) for ids in input_ids] if is_batch else [list(input_ids)]), is_batch
+        is_batch = len(input_ids) > 0 and not _is_whole(input_ids[0])
+        rows = input_ids if is_batch else [input_ids]
+        if wrong := [ids for ids in rows if not isinstance(ids, (list, tuple))]:
+            raise ValueError(f"input_ids must be token ids or lists of them, {wrong[0]!r} is neither")
+        return [list(ids) for ids in rows], is_batch
     if tokenizer is None:
         raise ValueError("prompt is text, but skip_tokenizer_init=True loaded no tokenizer: give input_ids")
     is_batch = not isinstance(prompt, str)
@@ -159,6 +168,15 @@ def _token_ids(tokenizer: Any, prompt: Any, input_ids: Any) -> tuple[list[list[i
     if wrong := [p for p in prompts if not isinstance(p, str)]:
         raise ValueError(f"prompt must be text or a list of texts, not {type(wrong[0]).__name__}")
     return [tokenizer.encode(p) for p in prompts], is_batch
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: give True or False")
 
 
 def _per_prompt(name: str, value: Any, count: int, many: type | tuple) -> list:
@@ -178,13 +196,16 @@ def _make_req(
 ) -> Req:  # fmt: skip
     if not ids:
         raise ValueError("the prompt is empty: give at least one token")
-    if bad := [t for t in ids if not isinstance(t, int) or not 0 <= t < config.vocab_size]:
+    if bad := [t for t in ids if not _is_whole(t) or not 0 <= t < config.vocab_size]:
         raise ValueError(f"input_ids holds {bad[0]!r}, the vocabulary has ids 0 to {config.vocab_size - 1}")
     if len(ids) >= config.context_len:
         raise ValueError(
             f"the prompt has {len(ids)} tokens and the context holds {config.context_len}, one at least for "
             "the answer: shorten the prompt or raise context_length"
         )
+    if rid is not None and not isinstance(rid, str):
+        raise ValueError(f"rid={rid!r}: give a text")
+    _check_flag("return_logprob", want_logprob)
     sampling = SamplingParams.from_dict(params, config.vocab_size)
     has_stop_text = bool(sampling.stop or sampling.stop_regex)
     if has_stop_text and tokenizer is None:
@@ -218,13 +239,13 @@ def _make_req(
 def _make_logprobs(
     config: ModelConfig, prompt_len: int, start: int, top_num: int, scored_ids: list[int] | None
 ) -> Logprobs:
-    if not -1 <= start < prompt_len:
+    if not _is_whole(start) or not -1 <= start < prompt_len:
         raise ValueError(
-            f"logprob_start_len={start} lies outside the prompt of {prompt_len} tokens (-1: no prompt token)"
+            f"logprob_start_len={start!r} lies outside the prompt of {prompt_len} tokens (-1: score none)"
         )
-    if not isinstance(top_num, int) or not 0 <= top_num <= config.vocab_size:
+    if not _is_whole(top_num) or not 0 <= top_num <= config.vocab_size:
         raise ValueError(f"top_logprobs_num={top_num!r}: give a number from 0 to {config.vocab_size}")
-    if bad := [t for t in scored_ids or [] if not isinstance(t, int) or not 0 <= t < config.vocab_size]:
+    if bad := [t for t in scored_ids or [] if not _is_whole(t) or not 0 <= t < config.vocab_size]:
         raise ValueError(
             f"token_ids_logprob holds {bad[0]!r}, the vocabulary has ids 0 to {config.vocab_size - 1}"
         )

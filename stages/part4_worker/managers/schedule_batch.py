@@ -64,6 +64,10 @@ class Logprobs:
     output_top: list[list[tuple]] = field(default_factory=list)
     output_ids: list[list[tuple]] = field(default_factory=list)
 
+    def next_input(self) -> int:
+        """Position of the first prompt row not yet scored; a retracted prompt may be half done."""
+        return self.start_len + len(self.input_token)
+
     def with_first(self, prompt: list[int]) -> list[tuple]:
         """Input scores from start_len on; as upstream has it, the first of them carries none."""
         return [(None, prompt[self.start_len], None), *self.input_token]
@@ -131,7 +135,7 @@ class Req:
         self.extend_end = self.prompt_end()
         usable = self.extend_end - 1  # at least one row must run to give logits and a draft state
         if self.logprobs is not None and not self.output_ids:
-            usable = min(usable, self.logprobs.start_len)
+            usable = min(usable, self.logprobs.next_input())
         match = tree_cache.match_prefix(ids, usable)
         self.kv_len = self.prefix_len = len(match.device_indices)
         self.last_node = match.last_node
@@ -147,9 +151,10 @@ class Req:
 
     def known_next_token(self, extend_end: int) -> int:
         """The token at position `extend_end` if it need not be sampled, else −1."""
-        if extend_end < len(self.origin_input_ids):
+        index = extend_end - len(self.origin_input_ids)  # in the output, where a resumed request's chunks end
+        if index < 0:
             return self.origin_input_ids[extend_end]
-        return self.output_ids[-1] if self.output_ids else -1
+        return self.output_ids[index] if index < len(self.output_ids) else -1
 
     def take(self, result: GenerationBatchResult, row: int) -> int:
         """Take this request's tokens of a step up to the one that ends it; returns how many were kept."""
@@ -387,7 +392,7 @@ class ScheduleBatch:
         for i, (req, prefix, end) in enumerate(zip(self.reqs, self.prefix_lens, self.seq_lens, strict=True)):
             if req.logprobs is not None and not req.output_ids:
                 prompt = req.origin_input_ids
-                positions = range(max(int(prefix), req.logprobs.start_len), min(int(end), len(prompt) - 1))
+                positions = range(max(int(prefix), req.logprobs.next_input()), min(int(end), len(prompt) - 1))
                 rows += [first_row + p - int(prefix) for p in positions]
                 targets += [prompt[p + 1] for p in positions]
                 owners += [i] * len(positions)

@@ -76,11 +76,11 @@ class PrefillAdder:
         room = self.allocator.available_size() + self.tree_cache.evictable_size() - self.promised
         if self.alone and not self.can_run_list:
             # Nothing that could finish and make room: start it as long as its first step fits.
-            return self._new_slots(req) + self.decode_reserve <= room
+            return self._new_slots(req, self.decode_reserve) <= room
         return self._new_slots(req) + self._future_tokens(req) <= room
 
-    def _new_slots(self, req: Req) -> int:
-        return self.allocator.new_slots(np.array([req.kv_len]), np.array([req.prompt_end()]))
+    def _new_slots(self, req: Req, beyond: int = 0) -> int:
+        return self.allocator.new_slots(np.array([req.kv_len]), np.array([req.prompt_end() + beyond]))
 
     def _future_tokens(self, req: Req) -> int:
         left = min(req.max_new_tokens() - len(req.output_ids), CLIP_MAX_NEW_TOKENS)

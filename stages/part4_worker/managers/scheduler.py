@@ -112,30 +112,42 @@ class Scheduler(SchedulerOutputProcessorMixin):
             )
             req.finish(FinishReason("abort", message=message))
             return
+        self.live_reqs.append(req)
         self.waiting_queue.append(req)
 
     def abort_request(self, rid: str) -> bool:
         """End a request wherever it is, keeping what it has produced; False if none has this id."""
-        for req in self._live_reqs():
-            if req.rid == rid:
-                if req in self.waiting_queue:
-                    self.waiting_queue.remove(req)
-                self._abort(req, "aborted by the caller")
-                return True
-        return False
+        return any(self.abort_req(r) for r in self.live_reqs if r.rid == rid)
+
+    def abort_req(self, req: Req) -> bool:
+        """The same for one request, since an id may be used again once its request has ended."""
+        if req.finished():
+            return False
+        if self.in_step:  # a signal, or a stream collected as garbage: its rows are in use
+            self.pending_aborts.append(req)
+            return True
+        if req in self.waiting_queue:
+            self.waiting_queue.remove(req)
+        self._abort(req, "aborted by the caller")
+        return True
 
     def live_rids(self) -> set[str]:
-        return {r.rid for r in self._live_reqs() if not r.finished()}
+        self.live_reqs = [r for r in self.live_reqs if not r.finished()]
+        return {r.rid for r in self.live_reqs}
 
     def abort_all(self, message: str) -> None:
         """End every request without touching the pools."""
-        for req in self._live_reqs():
+        for req in self.live_reqs:
             if not req.finished():
                 req.finish(FinishReason("abort", message=message))
 
     def reset(self) -> None:
         """Empty queues, pools, prefix cache and counters. Requests still in them are forgotten."""
+        # Every request that has not ended; inside a step some stand in no queue and no batch of ours.
+        self.live_reqs: list[Req] = []
         self.waiting_queue: list[Req] = []
+        self.in_step = False
+        self.pending_aborts: list[Req] = []
         self.running_batch = self._new_batch([])
         self.last_batch: ScheduleBatch | None = None
         self.chunked_req: Req | None = None
@@ -188,6 +200,14 @@ class Scheduler(SchedulerOutputProcessorMixin):
     @torch.inference_mode()
     def step(self) -> bool:
         """One iteration; False if there was nothing to run."""
+        self.in_step = True
+        has_run = self._step()
+        self.in_step = False  # where a step breaks off, `reset` does this
+        while self.pending_aborts:
+            self.abort_req(self.pending_aborts.pop())
+        return has_run
+
+    def _step(self) -> bool:
         t0 = time.perf_counter()
         batch = self.get_next_batch_to_run()
         t1 = time.perf_counter()
@@ -304,11 +324,6 @@ class Scheduler(SchedulerOutputProcessorMixin):
             vocab_size=self.model_config.vocab_size,
             spec_algorithm=self.spec_algorithm,
         )
-
-    def _live_reqs(self) -> list[Req]:
-        last = self.last_batch.reqs if self.last_batch is not None else []
-        chunked = [self.chunked_req] if self.chunked_req is not None else []
-        return list(dict.fromkeys(self.waiting_queue + self.running_batch.reqs + last + chunked))
 
     def _abort(self, req: Req, message: str) -> None:
         if req.finished():

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
-from ..configs.model_config import ModelConfig
+from ..configs.model_config import ModelConfig, open_weights
 from .llama import LlamaForCausalLM
 from .llama_eagle import LlamaForCausalLMEagle
 
@@ -43,7 +42,7 @@ def load_model(config: ModelConfig, kernels: Any, dtype: torch.dtype, device: to
     targets = model.checkpoint_views()
     surplus, filled = [], set()
     for file in files:
-        with safe_open(file, framework="pt", device=str(device)) as weights:
+        with open_weights(file, device) as weights:
             for name in weights.keys():  # noqa: SIM118 - a safetensors handle is not a dict
                 if name.endswith("rotary_emb.inv_freq"):
                     continue
@@ -68,8 +67,8 @@ def _check_borrowed(config: ModelConfig, name: str, shape: list[int], file: Path
     wanted = [config.vocab_size, config.hidden_size]
     if list(shape) != wanted:
         raise ValueError(
-            f"{file}: {name} is {list(shape)}, the target's own is {wanted}: a head with a vocabulary of its own "
-            "drafts other token ids than the target's"
+            f"{file}: {name} is {list(shape)}, the target's own is {wanted}: a head with a vocabulary of its "
+            "own drafts other token ids than the target's"
         )
 
 

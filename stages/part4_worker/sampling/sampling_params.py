@@ -237,7 +237,8 @@ _CHECKS = {
     "ignore_eos": _flag,
     "frequency_penalty": _number(-2, 2, "a number from -2 to 2"),
     "presence_penalty": _number(-2, 2, "a number from -2 to 2"),
-    "repetition_penalty": _number(0, 2, "a number above 0 and at most 2", open_low=True),
+    # A logit divided by much less could leave float32.
+    "repetition_penalty": _number(1e-6, 2, "a number above 0 (from 1e-6 on) and at most 2"),
     "logit_bias": _logit_bias,
     "sampling_seed": _seed,
 }

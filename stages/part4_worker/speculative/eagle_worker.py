@@ -50,6 +50,11 @@ class EAGLEWorker(TpModelWorker):
         super().__init__(
             server_args, _draft_config(server_args, target_worker.model_config), is_draft_worker=True
         )
+        if self.topk > self.model_config.vocab_size:
+            raise ValueError(
+                f"speculative_eagle_topk={self.topk} is more than the vocabulary's "
+                f"{self.model_config.vocab_size} tokens: lower it"
+            )
         self.draft_model_runner.model.set_embed_and_head(
             *target_worker.model_runner.model.get_embed_and_head()
         )

@@ -1,0 +1,93 @@
+"""Fixtures of the contract suite: `pytest tests/contract --stage part4_worker` (or a path to a stage's
+directory).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+REPO = Path(__file__).resolve().parents[2]
+if str(REPO) not in sys.path:
+    sys.path.insert(0, str(REPO))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from tests.contract.harness import Engines, Stage, Zoo  # noqa: E402
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--stage",
+        action="append",
+        default=None,
+        help="stage to test: a name under stages/ or a path; may be repeated; default: all",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "needs(*features): run only for stages that have these features")
+
+
+def _stages(config) -> list[Stage]:
+    names = config.getoption("--stage", default=None)
+    if not names:
+        names = sorted(
+            path.parent.name
+            for path in (REPO / "stages").glob("*/stage.toml")
+            if (path.parent / "engine.py").exists()
+        )
+    return [Stage(name) for name in names]
+
+
+def pytest_generate_tests(metafunc):
+    if "stage" in metafunc.fixturenames:
+        if not hasattr(metafunc.config, "contract_stages"):
+            metafunc.config.contract_stages = _stages(metafunc.config)
+        stages = metafunc.config.contract_stages
+        metafunc.parametrize("stage", stages, ids=[s.name for s in stages], indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Drop the pairs of test and stage whose feature the stage lacks; its refusal is tested by
+    test_refusals.py.
+    """
+    kept, dropped = [], []
+    for item in items:
+        marks = [mark for mark in item.iter_markers("needs")]
+        stage = getattr(item, "callspec", None) and item.callspec.params.get("stage")
+        wanted = [feature for mark in marks for feature in mark.args]
+        (kept if stage is None or stage.has(*wanted) else dropped).append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def stage(request) -> Stage:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory) -> Zoo:
+    made = Zoo(tmp_path_factory.mktemp("zoo"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def engines(stage, zoo) -> Engines:
+    made = Engines(stage, zoo)
+    yield made
+    made.close()

@@ -1,0 +1,262 @@
+"""Looks into an engine by upstream's names, changes nothing, and checks what must be true between two steps.
+
+No engine code exists for these tests: everything is read from `engine.scheduler` and what hangs on it.
+`watch` wraps the scheduler's `step`, the one place every iteration passes through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Probe:
+    """A view on one engine."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.scheduler = engine.scheduler
+        self.rows = self.scheduler.req_to_token_pool
+        self.allocator = self.scheduler.token_to_kv_pool_allocator
+        self.tree = self.scheduler.tree_cache
+        self.draft_worker = self.scheduler.draft_worker
+
+    # ---- parts ----
+
+    @property
+    def target_runner(self):
+        return self.scheduler.tp_worker.model_runner
+
+    @property
+    def draft_runner(self):
+        return self.draft_worker.draft_model_runner
+
+    def kv(self, runner, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of `slots` in a runner's pool: [layers, n, Hk, D] each."""
+        pool, index = runner.token_to_kv_pool, torch.from_numpy(np.asarray(slots, dtype=np.int64))
+        return pool.k_buffer[:, index].float().cpu(), pool.v_buffer[:, index].float().cpu()
+
+    def free_slots(self) -> np.ndarray:
+        """Every slot on the free list."""
+        return self._slots_of(self.allocator._stack[: self.allocator._top])
+
+    def _slots_of(self, pages: np.ndarray) -> np.ndarray:
+        page = self.allocator.page_size
+        return (np.asarray(pages, dtype=np.int64)[:, None] * page + np.arange(page)).reshape(-1)
+
+    def tree_nodes(self) -> Iterator:
+        """All nodes of the prefix tree but its root."""
+        stack = list(self.tree.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def batches(self) -> list:
+        """The running batch and, until the next step merges it, the last prefill."""
+        batches = [self.scheduler.running_batch]
+        last = self.scheduler.last_batch
+        if last is not None and all(last is not batch for batch in batches) and last.forward_mode.is_extend():
+            batches.append(last)
+        return batches
+
+    def rows_of(self, batch) -> list[tuple[int, Any]]:
+        """(row, request) of a batch where the request goes on decoding."""
+        chunked = self.scheduler.chunked_req
+        return [(i, req) for i, req in enumerate(batch.reqs) if not req.finished() and req is not chunked]
+
+    def running(self) -> list:
+        """Requests that will decode in the next step, finished ones left out."""
+        return [req for batch in self.batches() for _, req in self.rows_of(batch)]
+
+    def holders(self) -> list:
+        """Requests that hold a row of req_to_token: running ones, and one that is between two chunks."""
+        chunked = self.scheduler.chunked_req
+        return self.running() + ([chunked] if chunked is not None and not chunked.finished() else [])
+
+    def slots_of(self, req) -> np.ndarray:
+        """Slots of the KV entries that exist for a request, in order of position."""
+        return self.rows.req_to_token_host[req.req_pool_idx, : req.kv_len].copy()
+
+    # ---- invariants ----
+
+    def check_owners(self) -> None:
+        """INV-POOL: every page is in exactly one of free list, tree, request; the counters
+        agree; rows too.
+        """
+        page = self.allocator.page_size
+        owners: dict[int, str] = {}
+
+        def claim(slots, who: str) -> None:
+            for number in np.unique(np.asarray(slots, dtype=np.int64) // page).tolist():
+                assert number > 0, f"{who} owns the padding page"
+                assert number not in owners, f"page {number} belongs to {owners[number]} and to {who}"
+                owners[number] = who
+
+        claim(self.free_slots(), "the free list")
+        cached = protected = 0
+        for node in self.tree_nodes():
+            claim(node.value, "the tree")
+            cached += len(node.value)
+            protected += len(node.value) if node.lock_ref > 0 else 0
+            assert len(node.key) == len(node.value) and len(node.key) % page == 0
+        in_tree = {n for n, who in owners.items() if who == "the tree"}
+        for req in self.holders():
+            slots = self.slots_of(req)
+            claim(slots[req.prefix_len :], f"request {req.rid}")
+            shared = set((slots[: req.prefix_len] // page).tolist())
+            assert shared <= in_tree, f"request {req.rid} uses slots that the tree does not have"
+            on_device = self.rows.req_to_token[req.req_pool_idx, : req.kv_len].cpu().numpy()
+            assert np.array_equal(on_device, slots), (
+                f"req_to_token of {req.rid} differs between host and device"
+            )
+        lost = set(range(1, self.allocator.size // page + 1)) - set(owners)
+        assert not lost, f"pages without an owner: {sorted(lost)}"
+        assert self.allocator.available_size() == len(self.free_slots())
+        assert self.tree.protected_size() == protected
+        assert self.tree.evictable_size() == cached - protected
+        assert len(self.rows.free_slots) + len(self.holders()) == self.rows.size
+        assert len(set(self.rows.free_slots)) == len(self.rows.free_slots)
+
+    def check_idle(self) -> None:
+        """At idle: free + cached == capacity, nothing locked, all rows free, no draft state left."""
+        assert not self.running() and not self.scheduler.waiting_queue
+        assert self.allocator.available_size() + self.tree.evictable_size() == self.allocator.size
+        assert self.tree.protected_size() == 0
+        assert len(self.rows.free_slots) == self.rows.size
+        self.check_owners()
+
+    def check_lengths(self) -> None:
+        """S = prompt + output − 1 for every running request, host and batch agree, row i is request i."""
+        for batch in self.batches():
+            assert len(batch.seq_lens) == len(batch.req_pool_indices) == len(batch.reqs)
+            info = batch.spec_info if self.draft_worker is not None else None
+            if info is not None and batch.reqs:
+                assert len(info.topk_index) == len(info.topk_p) == len(info.hidden_states) == len(batch.reqs)
+            for i, req in self.rows_of(batch):
+                want = len(req.origin_input_ids) + len(req.output_ids) - 1
+                assert int(batch.seq_lens[i]) == want == req.kv_len, (
+                    req.rid,
+                    batch.seq_lens[i],
+                    want,
+                    req.kv_len,
+                )
+                assert int(batch.req_pool_indices[i]) == req.req_pool_idx
+                if info is not None:
+                    assert int(info.verified_id[i]) == req.output_ids[-1], (
+                        f"row {i} is not the state of {req.rid}"
+                    )
+
+    def check_target_kv(self, ref, tolerance: float = 2e-4) -> None:
+        """Target KV of every request, in every layer, equals a fresh pass without a cache."""
+        for req in self.holders():
+            want = ref.run(req.all_token_ids()[: req.kv_len])
+            k, v = self.kv(self.target_runner, self.slots_of(req))
+            _close(k, want.k, tolerance, f"target K of {req.rid}")
+            _close(v, want.v, tolerance, f"target V of {req.rid}")
+
+    def check_draft_kv(self, ref_head, tolerance: float = 2e-4) -> None:
+        """INV-DRAFTKV: position p holds what one teacher-forced pass over (token[p+1], hidden[p]) gives."""
+        for req in self.holders():
+            want_k, want_v, _ = ref_head.teacher_forced(req.all_token_ids()[: req.kv_len + 1])
+            k, v = self.kv(self.draft_runner, self.slots_of(req))
+            assert len(want_k) == req.kv_len
+            _close(k[0], want_k, tolerance, f"draft K of {req.rid}")
+            _close(v[0], want_v, tolerance, f"draft V of {req.rid}")
+
+    def check_tree_kv(self, ref, ref_head=None, tolerance: float = 2e-4) -> None:
+        """Every path of the prefix tree holds the KV of exactly its tokens, in both pools."""
+        for node in self.tree_nodes():
+            if node.children:
+                continue
+            keys, values, here = [], [], node
+            while here is not self.tree.root_node:
+                keys, values, here = [*here.key.tolist(), *keys], [here.value, *values], here.parent
+            slots = np.concatenate(values)
+            tokens = [key >> 32 for key in keys] + [keys[-1] & 0xFFFFFFFF] if self.tree.is_eagle else keys
+            want = ref.run(tokens[: len(slots)])
+            k, v = self.kv(self.target_runner, slots)
+            _close(k, want.k, tolerance, "target K in the tree")
+            _close(v, want.v, tolerance, "target V in the tree")
+            if ref_head is not None:
+                want_k, want_v, _ = ref_head.teacher_forced(tokens)
+                k, v = self.kv(self.draft_runner, slots)
+                _close(k[0], want_k, tolerance, "draft K in the tree")
+                _close(v[0], want_v, tolerance, "draft V in the tree")
+
+    # ---- disturbance ----
+
+    @torch.inference_mode()
+    def poison(self, value: float = float("nan")) -> None:
+        """Overwrite the KV of every free slot, and of the padding page, in both models."""
+        padding = np.arange(self.allocator.page_size)
+        index = torch.from_numpy(np.concatenate([padding, self.free_slots()]))
+        for runner in (self.target_runner, *([self.draft_runner] if self.draft_worker is not None else [])):
+            runner.token_to_kv_pool.k_buffer[:, index] = value
+            runner.token_to_kv_pool.v_buffer[:, index] = value
+
+    @contextlib.contextmanager
+    def watch(self, after: Callable[[], None] | None = None, before: Callable[[], None] | None = None):
+        """Call `before()` and `after()` around every step of the scheduler."""
+        real = self.scheduler.step
+
+        def step(*args, **kwargs):
+            if before is not None:
+                before()
+            result = real(*args, **kwargs)
+            if after is not None:
+                after()
+            return result
+
+        with swapped(self.scheduler, "step", step):
+            yield self
+
+    @contextlib.contextmanager
+    def spy(self, owner, name: str, see: Callable):
+        """Call `see(args, kwargs, result)` after every call of `owner.name` on this instance."""
+        real = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            result = real(*args, **kwargs)
+            see(args, kwargs, result)
+            return result
+
+        with swapped(owner, name, call):
+            yield
+
+    def check_all(self, ref=None, ref_head=None) -> None:
+        """Every invariant that holds between steps."""
+        self.check_owners()
+        self.check_lengths()
+        if ref is not None:
+            self.check_target_kv(ref)
+        if ref_head is not None and self.draft_worker is not None:
+            self.check_draft_kv(ref_head)
+
+
+@contextlib.contextmanager
+def swapped(owner, name: str, new):
+    """`owner.name` is `new` while open; what the instance had before comes back, in whatever order these
+    nest.
+    """
+    own = vars(owner).get(name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def _close(have: torch.Tensor, want: torch.Tensor, tolerance: float, what: str) -> None:
+    assert have.shape == want.shape, f"{what}: shape {tuple(have.shape)} for {tuple(want.shape)}"
+    worst = float((have - want).abs().nan_to_num(nan=float("inf")).max()) if have.numel() else 0.0
+    assert worst <= tolerance * max(1.0, float(want.abs().max()) if want.numel() else 1.0), (
+        f"{what} off by {worst}"
+    )
