@@ -7,6 +7,7 @@ steps it until its own requests are done, and calls from several threads take tu
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Iterator
@@ -30,11 +31,11 @@ class Engine:
 
     def __init__(self, **kwargs: Any):
         self.server_args = ServerArgs.from_kwargs(**kwargs)
+        logging.getLogger(__package__).setLevel(self.server_args.log_level.upper())
         self.tokenizer = None if self.server_args.skip_tokenizer_init else _load_tokenizer(self.server_args)
         self.scheduler: Scheduler | None = Scheduler(self.server_args)
         self._lock = threading.RLock()
-        seed = self.server_args.random_seed
-        self._seeds = random.Random(seed)  # None draws a fresh one
+        self._seeds = random.Random(self.server_args.random_seed)  # None draws a fresh one
 
     def generate(
         self,

@@ -149,8 +149,8 @@ class ServerArgs:
     """Checked flags of one engine; make one with `from_kwargs`. Names and meanings are SGLang's.
 
     `chunked_prefill_size`, `max_total_tokens` and `context_length` are None where nothing was asked.
-    With a speculative algorithm, `speculative_num_steps`, `speculative_eagle_topk` and
-    `speculative_num_draft_tokens` are always numbers; without one they are None.
+    With an algorithm that drafts by a model, `speculative_num_steps`, `speculative_eagle_topk` and
+    `speculative_num_draft_tokens` are always numbers; without one they are None unless given.
     """
 
     model_path: str
@@ -177,12 +177,11 @@ class ServerArgs:
     enable_multi_layer_eagle: bool = False
     page_size: int = 1
     max_total_tokens: int | None = None
-    max_running_requests: int = (
-        48  # upstream's number under EAGLE; plain decoding has it too, so that the two compare
-    )
+    # Upstream's number under EAGLE; plain decoding has it too, so that the two compare.
+    max_running_requests: int = 48
     max_prefill_tokens: int = 16384
     chunked_prefill_size: int | None = None
-    mem_fraction_static: float = 0.85
+    mem_fraction_static: float | None = None  # of a GPU's memory 0.85, of a CPU's 0.1
     context_length: int | None = None
     attention_backend: str | None = None
     disable_radix_cache: bool = False
@@ -236,11 +235,6 @@ class ServerArgs:
     def overlap_schedule(self) -> bool:
         """True where the overlapped scheduler is really on."""
         return self.features.has("overlap") and not self.disable_overlap_schedule
-
-    @property
-    def max_tokens_per_step(self) -> int:
-        """The most tokens that one decode step commits for one request."""
-        return 1 if self.speculative_algorithm is None else self.speculative_num_steps + 1
 
     def to_dict(self) -> dict[str, Any]:
         """The flags as plain values, for `get_server_info`."""
@@ -473,6 +467,7 @@ _FLAG_FEATURES = {
     "cuda_graph_bs": "cuda_graph",
     "cuda_graph_max_bs": "cuda_graph",
     "enable_dp_attention": "dp_attention",
+    "dist_timeout": "dp_attention",
 }
 _CHECKS = {
     "model_path": _text,

@@ -36,7 +36,6 @@ def test_loss_and_gradient_are_the_formula_s(chunk):
 @pytest.mark.parametrize("vocab", [61, 8192 + 7])
 def test_the_fused_rows_equal_their_twin(vocab):
     """On the GPU in its own precision; under the interpreter in float32, its bf16 being no use."""
-    pytest.importorskip("triton")
     from tools.models.head_loss_triton import rows_triton
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

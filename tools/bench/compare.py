@@ -22,7 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..models.cache import ModelError, model_path
+from ..models.cache import ModelError, find_model
 from ..models.head_progress import progress_bar
 from .divergence import Verdict, judge
 from .engine_flags import command
@@ -190,8 +190,8 @@ def _simulate(rows: list[Row], prompts: list[list[int]]) -> None:
 
     info = rows[0].info
     try:
-        target = FrozenTarget(_folder(info["model_path"]), info["device"], torch.float32)
-        head = load_head(_folder(info["speculative_draft_model_path"]), info["device"])
+        target = FrozenTarget(find_model(info["model_path"]), info["device"], torch.float32)
+        head = load_head(find_model(info["speculative_draft_model_path"]), info["device"])
     except ModelError:
         return
     lengths = np.array([len(prompt) for prompt in prompts])
@@ -200,10 +200,6 @@ def _simulate(rows: list[Row], prompts: list[list[int]]) -> None:
         steps, topk, nodes = (row.info[name] for name in TREE_FLAGS)
         for played in simulate(head, target, texts, lengths, [(steps, topk, nodes)]):
             row.simulated = played.tokens_per_round
-
-
-def _folder(name: str) -> Path:
-    return Path(name) if Path(name).is_dir() else model_path(name)
 
 
 def failures(rows: Sequence[Row]) -> list[str]:

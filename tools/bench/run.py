@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -164,7 +165,5 @@ def run(
 
 def _detokenizer(stage: Any, engine: Any) -> Any:
     """One without stop strings: it follows the tokens, while the engine's own decides what may be shown."""
-    package = stage.package().__name__
-    from importlib import import_module
-
-    return import_module(f"{package}.managers.detokenizer").IncrementalDetokenizer(engine.tokenizer)
+    module = import_module(f"{stage.package().__name__}.managers.detokenizer")
+    return module.IncrementalDetokenizer(engine.tokenizer)

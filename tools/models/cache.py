@@ -106,6 +106,11 @@ def model_path(name: str) -> Path:
     raise ModelError(f"There is no model named {name!r}. Known names: {', '.join(known)}.")
 
 
+def find_model(name: str) -> Path:
+    """The folder `name` itself if it is one, else a model's in the cache. Raises ModelError as above."""
+    return Path(name) if Path(name).is_dir() else model_path(name)
+
+
 @contextmanager
 def cache_lock() -> Iterator[None]:
     """Hold the cache for one writer: a second `fetch` waits for the first and then finds its work done.

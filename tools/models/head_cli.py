@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .cache import ModelError, find_model, write_json
+
 Target = Annotated[str, typer.Argument(help="A model in the cache, or a folder.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
@@ -15,19 +17,12 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 def _sentences() -> Iterator[None]:
     """Show what the reader can mend as its sentence alone, and exit with 1."""
     from ..bench.stages_door import BadInput
-    from .cache import ModelError
 
     try:
         yield
     except (ModelError, BadInput) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
-
-
-def _folder(name: str) -> Path:
-    from .cache import model_path
-
-    return Path(name) if Path(name).is_dir() else model_path(name)
 
 
 def _device(name: str) -> str:
@@ -71,7 +66,7 @@ def train_head(
     from .head_writer import write_text_with
 
     with _sentences():
-        folder, where, text = _folder(target), _device(device), text or out / "text"
+        folder, where, text = find_model(target), _device(device), text or out / "text"
         settings = None
         if not text_only:
             settings = Settings(
@@ -133,14 +128,13 @@ def eval_head(
     from rich.table import Table
 
     from ..bench.stages_door import resolve_stage
-    from .cache import write_json
     from .head_eval import CHAINS, TREES, read_shape
     from .head_report import evaluate
 
     with _sentences():
         found = evaluate(
-            _folder(target),
-            _folder(head),
+            find_model(target),
+            find_model(head),
             text,
             questions,
             _device(device),
@@ -190,7 +184,7 @@ def convert_head(
     with _sentences():
         config = None
         if target is not None:
-            config = json.loads((_folder(target) / "config.json").read_text(encoding="utf-8"))
+            config = json.loads((find_model(target) / "config.json").read_text(encoding="utf-8"))
         typer.echo(convert(source, out, config))
 
 

@@ -80,7 +80,11 @@ class ModelConfig:
         if rope_type == "llama3" and (lacking := [k for k in LLAMA3_ROPE_KEYS if k not in rope]):
             raise ValueError(f"{path}: the rotary scaling of config.json lacks {', '.join(lacking)}")
         # Each would load without a complaint and give other numbers than the model's.
-        for key, expected in (("hidden_act", "silu"), ("quantization_config", None)):
+        for key, expected in (
+            ("hidden_act", "silu"),
+            ("quantization_config", None),
+            ("partial_rotary_factor", 1.0),
+        ):
             if raw.get(key, expected) not in (expected, None):
                 raise ValueError(
                     f"{path}: {key}={raw[key]!r} in config.json is not supported here, only {expected!r}"

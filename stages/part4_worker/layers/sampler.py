@@ -103,10 +103,10 @@ class Sampler:
         """Return the next token ids, int64 [bs].
 
         Args:
-            logits: [bs, V], after `info.apply_logits_bias`. info: parameters of the batch, in the same order.
+            logits: [bs, V], after `info.apply_logits_bias`.
+            info: parameters of the batch, in the same order.
             output_positions: int64 [bs]; the number of output tokens so far. With the request's seed it fixes
-            the
-                random number, so neither the batch nor its order changes what is drawn.
+                the random number, so neither the batch nor its order changes what is drawn.
         """
         if info.is_all_greedy:
             return self.kernels.argmax(logits)

@@ -12,9 +12,8 @@ from typing import Any
 
 import regex
 
-_WINDOW = (
-    8  # tokens kept for context: more than a character's bytes, and enough for a decoder's spacing rules
-)
+# Tokens kept for context: more than a character's bytes, and enough for a decoder's spacing rules.
+_WINDOW = 8
 _INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 _MAX_INCOMPLETE = 3  # UTF-8 needs at most 4 bytes, so at most 3 of them can be waiting
 _WORD_EDGE = regex.compile(r"\\[bBmM]")

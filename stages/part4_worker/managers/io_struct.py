@@ -20,6 +20,8 @@ from .schedule_batch import Logprobs, Req
 if TYPE_CHECKING:
     from .scheduler import Scheduler
 
+MAX_TOP_LOGPROBS = 64
+
 
 @dataclass
 class GenerateRequests:
@@ -70,6 +72,14 @@ class GenerateRequests:
         scored_ids = _per_prompt(
             "token_ids_logprob", token_ids_logprob, count, (list, tuple) if nested else ()
         )
+        if not any(want_logprob):
+            asked = {
+                "logprob_start_len": start != [-1] * count,
+                "top_logprobs_num": any(top_num),
+                "token_ids_logprob": any(scored_ids),
+            }
+            if names := [name for name, is_asked in asked.items() if is_asked]:
+                raise ValueError(f"{', '.join(names)} without return_logprob=True would do nothing: add it")
         rids = _per_prompt("rid", rid, count, list)
         reqs = []
         for i in range(count):
@@ -167,7 +177,10 @@ def _token_ids(tokenizer: Any, prompt: Any, input_ids: Any) -> tuple[list[list[i
     prompts = list(prompt) if is_batch else [prompt]
     if wrong := [p for p in prompts if not isinstance(p, str)]:
         raise ValueError(f"prompt must be text or a list of texts, not {type(wrong[0]).__name__}")
-    return [tokenizer.encode(p) for p in prompts], is_batch
+    try:
+        return [tokenizer.encode(p) for p in prompts], is_batch
+    except (TypeError, UnicodeError) as error:  # half of a surrogate pair is no text
+        raise ValueError(f"prompt cannot be encoded ({error}): is it valid Unicode?") from error
 
 
 def _is_whole(value: Any) -> bool:
@@ -221,8 +234,6 @@ def _make_req(
     logprobs = None
     if want_logprob:
         logprobs = _make_logprobs(config, len(ids), start, top_num, scored_ids)
-    elif top_num or scored_ids:
-        raise ValueError("top_logprobs_num and token_ids_logprob need return_logprob=True")
     return Req(
         rid=rid if rid is not None else uuid.uuid4().hex,
         origin_input_ids=ids,
@@ -243,8 +254,9 @@ def _make_logprobs(
         raise ValueError(
             f"logprob_start_len={start!r} lies outside the prompt of {prompt_len} tokens (-1: score none)"
         )
-    if not _is_whole(top_num) or not 0 <= top_num <= config.vocab_size:
-        raise ValueError(f"top_logprobs_num={top_num!r}: give a number from 0 to {config.vocab_size}")
+    most = min(MAX_TOP_LOGPROBS, config.vocab_size)
+    if not _is_whole(top_num) or not 0 <= top_num <= most:
+        raise ValueError(f"top_logprobs_num={top_num!r}: give a number from 0 to {most}")
     if bad := [t for t in scored_ids or [] if not _is_whole(t) or not 0 <= t < config.vocab_size]:
         raise ValueError(
             f"token_ids_logprob holds {bad[0]!r}, the vocabulary has ids 0 to {config.vocab_size - 1}"

@@ -23,14 +23,14 @@ from ..sampling.sampling_batch_info import SamplingBatchInfo
 from ..sampling.sampling_params import SamplingParams
 from ..speculative.spec_info import SpeculativeAlgorithm
 
+if TYPE_CHECKING:
+    from .detokenizer import IncrementalDetokenizer
+    from .tp_worker import GenerationBatchResult
+
 NOT_FINITE = (
     "the model's logits hold NaN or infinity for this request, so no token can be chosen: "
     "check the weights, or run in a wider dtype"
 )
-
-if TYPE_CHECKING:
-    from .detokenizer import IncrementalDetokenizer
-    from .tp_worker import GenerationBatchResult
 
 
 @dataclass
@@ -108,7 +108,6 @@ class Req:
 
     # What the result reports.
     cached_tokens: int | None = None
-    retractions: int = 0
     spec_verify_ct: int = 0
     spec_num_proposed_drafts: int = 0
     spec_correct_drafts_histogram: list[int] = field(default_factory=list)
@@ -204,7 +203,6 @@ class Req:
     def reset_for_retract(self) -> None:
         self.kv_len = self.prefix_len = 0
         self.last_node = None
-        self.retractions += 1
 
 
 @dataclass
@@ -239,8 +237,6 @@ class ModelWorkerBatch:
     return_hidden_states: bool
     input_logprobs: HostLogprobRequest | None
     output_logprobs: tuple[int, np.ndarray] | None  # see ScheduleBatch.logprob_shape
-    spec_algorithm: SpeculativeAlgorithm
-    spec_info: Any
 
     def score(self, logits: torch.Tensor, tokens: torch.Tensor, kernels: Any) -> LogprobRows | None:
         """Logprobs of the sampled `tokens` [bs] under `logits` [bs, vocab], if any request wants them."""
@@ -382,8 +378,6 @@ class ScheduleBatch:
             return_hidden_states=needs_hidden,
             input_logprobs=self.input_logprobs,
             output_logprobs=self.logprob_shape() if self.return_logprob else None,
-            spec_algorithm=self.spec_algorithm,
-            spec_info=self.spec_info,
         )
 
     def _input_logprob_rows(self) -> HostLogprobRequest | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from ..mem_cache.memory_pool import ReqToTokenPool
 from ..mem_cache.radix_cache import RadixCache
 from ..model_executor.model_runner import profile_max_num_tokens
 from ..server_args import ServerArgs
+from ..speculative.eagle_worker import EAGLEWorker
 from ..speculative.spec_info import SpeculativeAlgorithm
 from .schedule_batch import FinishReason, Req, ScheduleBatch
 from .schedule_policy import PrefillAdder
@@ -33,6 +35,9 @@ from .tp_worker import TpModelWorker
 INIT_NEW_TOKEN_RATIO = 0.7
 MIN_NEW_TOKEN_RATIO = 0.1
 NEW_TOKEN_RATIO_DECAY = 0.001
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -70,25 +75,25 @@ class Scheduler(SchedulerOutputProcessorMixin):
         self.model_config = ModelConfig.from_path(server_args.model_path, server_args.context_length)
         self.tp_worker = TpModelWorker(server_args, self.model_config)
         self.draft_worker = None
+        self.workers = [self.tp_worker]
         self.decode_mem_cache_buf_multiplier = 1
         if not self.spec_algorithm.is_none():
-            from ..speculative.eagle_worker import EAGLEWorker
-
             self.draft_worker = EAGLEWorker(server_args, target_worker=self.tp_worker)
+            self.workers.append(self.draft_worker)
             self.decode_mem_cache_buf_multiplier = self.draft_worker.max_slots_per_step()
         self._init_memory()
         self.reset()
 
     def _init_memory(self) -> None:
         args = self.server_args
-        workers = [self.tp_worker] + ([self.draft_worker] if self.draft_worker else [])
         self.max_running_requests = args.max_running_requests
-        self.max_total_num_tokens = profile_max_num_tokens(args, [w.model_runner for w in workers])
+        self.max_total_num_tokens = profile_max_num_tokens(args, [w.model_runner for w in self.workers])
+        logger.info("%d KV slots, %d requests at once", self.max_total_num_tokens, self.max_running_requests)
         # The tree of a request at its context limit sticks out over the end of its row.
         width = self.model_config.context_len + self.decode_mem_cache_buf_multiplier
         self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, width, self.device)
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(self.max_total_num_tokens, args.page_size)
-        for worker in workers:
+        for worker in self.workers:
             worker.init_memory_pool(self.req_to_token_pool, self.token_to_kv_pool_allocator)
         self.tree_cache = RadixCache(
             self.req_to_token_pool,
@@ -168,7 +173,6 @@ class Scheduler(SchedulerOutputProcessorMixin):
         """Pools, counters and time split, in upstream's names where it has them."""
         counters = dataclasses.asdict(self.counters)
         rounds, drafts = self.counters.spec_verify_ct, self.counters.spec_correct_drafts_histogram
-        workers = [self.tp_worker] + ([self.draft_worker] if self.draft_worker else [])
         return counters | {
             "max_total_num_tokens": self.max_total_num_tokens,
             "available_size": self.token_to_kv_pool_allocator.available_size(),
@@ -177,8 +181,8 @@ class Scheduler(SchedulerOutputProcessorMixin):
             "num_running_reqs": sum(not r.finished() for r in self.running_batch.reqs),
             "num_waiting_reqs": len(self.waiting_queue),
             "forward_ct": {
-                "target": workers[0].model_runner.forward_ct,
-                "draft": sum(w.model_runner.forward_ct for w in workers[1:]),
+                "target": self.tp_worker.model_runner.forward_ct,
+                "draft": sum(w.model_runner.forward_ct for w in self.workers[1:]),
             },
             "avg_correct_drafts": sum(n * c for n, c in enumerate(drafts)) / rounds if rounds else 0.0,
             "is_on": {
@@ -285,6 +289,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
             retracted = self._retract_chunked() + batch.retract_decode(multiplier)
             self.waiting_queue = retracted[::-1] + self.waiting_queue
             self.counters.num_retractions += len(retracted)
+            logger.warning("the KV pool is full: %d requests go back to the queue", len(retracted))
             self.new_token_ratio = INIT_NEW_TOKEN_RATIO
             if not batch.check_decode_mem(multiplier):  # one is left, and the pool is too small for it alone
                 pool = self.token_to_kv_pool_allocator.size

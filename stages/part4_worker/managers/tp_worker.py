@@ -29,9 +29,8 @@ class GenerationBatchResult:
 
     next_token_ids: torch.Tensor | np.ndarray  # [bs, width]
     is_finite: torch.Tensor | np.ndarray  # [bs] bool: the target's logits held no NaN or infinity
-    accept_index: torch.Tensor | np.ndarray | None = (
-        None  # [bs, width] node of the tree, −1 behind the accepted
-    )
+    # [bs, width] node of the tree, −1 behind the accepted
+    accept_index: torch.Tensor | np.ndarray | None = None
     logprobs: LogprobRows | None = None  # rows: [bs · width]
     hidden_states: torch.Tensor | np.ndarray | None = None  # [bs · width, hidden] float32
     input_logprobs: LogprobRows | None = None  # rows as in ModelWorkerBatch.input_logprobs
@@ -55,10 +54,10 @@ class GenerationBatchResult:
 class TpModelWorker:
     """The target model's worker, and the base of the draft's."""
 
-    def __init__(self, server_args: ServerArgs, model_config: ModelConfig, is_draft_worker: bool = False):
+    def __init__(self, server_args: ServerArgs, model_config: ModelConfig):
         self.server_args = server_args
         self.model_config = model_config
-        self.model_runner = ModelRunner(server_args, model_config, is_draft_worker)
+        self.model_runner = ModelRunner(server_args, model_config)
         self.device = self.model_runner.device
         self.kernels = self.model_runner.kernels
         self.sampler = Sampler(self.kernels)

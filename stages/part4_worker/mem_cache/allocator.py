@@ -1,4 +1,5 @@
-"""Hands out KV slots in pages. Restates sglang/srt/mem_cache/allocator.py (paged_allocator.py at v0.4.6).
+"""Hands out KV slots in pages. Restates sglang/srt/mem_cache/allocator.py, which at v0.4.6 was
+still two files, memory_pool.py for single tokens and paged_allocator.py.
 
 The free list is a stack in a fixed host array: taking pages lowers `top`, giving them back raises it.
 So the state that `backup_state` saves is one number: what was taken still stands above the top, and

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class ForwardMode(IntEnum):
     EXTEND = auto()  # new tokens behind a prefix that may be cached: prefill, and each chunk of it
     DECODE = auto()  # one token per request; the draft model's tree growth, `topk` per request
-    IDLE = auto()  # nothing to do here
+    IDLE = auto()  # a batch without requests
     TARGET_VERIFY = auto()  # a tree of draft tokens per request, under a tree mask
     DRAFT_EXTEND = auto()  # the draft model over the tokens a verification accepted
 
@@ -33,9 +33,6 @@ class ForwardMode(IntEnum):
 
     def is_decode(self) -> bool:
         return self == ForwardMode.DECODE
-
-    def is_idle(self) -> bool:
-        return self == ForwardMode.IDLE
 
 
 class CaptureHiddenMode(Enum):
@@ -59,7 +56,6 @@ class ForwardBatch:
     """Device tensors of one forward; int64 unless said otherwise."""
 
     forward_mode: ForwardMode
-    batch_size: int
     input_ids: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows] rotary positions
     req_pool_indices: torch.Tensor  # [bs] rows of req_to_token
@@ -70,9 +66,8 @@ class ForwardBatch:
     max_q_len: int
     attn_backend: AttentionBackend
     last_rows: torch.Tensor | None = None  # [bs] rows whose logits are wanted; None: every row
-    tree_mask: torch.Tensor | None = (
-        None  # [bs, max_q_len, words] bits over columns behind the prefix; None: causal
-    )
+    # [bs, max_q_len, words] bits over columns behind the prefix; None: causal
+    tree_mask: torch.Tensor | None = None
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
     input_logprobs: LogprobRequest | None = None
     spec_info: Any = None  # its `hidden_states` [rows, hidden] feed a draft model
@@ -89,39 +84,34 @@ class ForwardBatch:
         q_start_loc = np.concatenate([[0], np.cumsum(counts)])
         row = np.repeat(np.arange(bs), counts)
         positions = np.arange(len(row)) - q_start_loc[row] + batch.prefix_lens[row]
-        names = [
-            "input_ids",
-            "positions",
-            "req_pool_indices",
-            "prefix_lens",
-            "seq_lens",
-            "out_cache_loc",
-            "q_start_loc",
-            "output_positions",
-            "known_next_tokens",
-        ]
-        arrays = [
-            batch.input_ids, positions, batch.req_pool_indices, batch.prefix_lens, batch.seq_lens,
-            batch.out_cache_loc, q_start_loc, batch.output_positions, batch.known_next_tokens,
-        ]  # fmt: skip
+        named = {
+            "input_ids": batch.input_ids,
+            "positions": positions,
+            "req_pool_indices": batch.req_pool_indices,
+            "prefix_lens": batch.prefix_lens,
+            "seq_lens": batch.seq_lens,
+            "out_cache_loc": batch.out_cache_loc,
+            "q_start_loc": q_start_loc,
+            "output_positions": batch.output_positions,
+            "known_next_tokens": batch.known_next_tokens,
+        }
         logprob = batch.input_logprobs
         extra = [] if logprob is None else [logprob.rows, logprob.targets, logprob.token_ids]
         tensors = upload(
             model_runner.device,
-            *arrays,
+            *named.values(),
             batch.table_start,
             batch.table_slots,
             batch.table_lens,
             q_start_loc[1:] - 1,
             *extra,
         )
-        fields = dict(zip(names, tensors, strict=False))
-        start, slots, lens, last_rows, *extra_tensors = tensors[len(names) :]
+        fields = dict(zip(named, tensors, strict=False))
+        start, slots, lens, last_rows, *extra_tensors = tensors[len(named) :]
         table = model_runner.req_to_token_pool.req_to_token
         model_runner.kernels.assign_req_to_token(table, fields["req_pool_indices"], start, slots, lens)
         return cls(
             forward_mode=batch.forward_mode,
-            batch_size=bs,
             **fields,
             max_q_len=int(counts.max(initial=0)),
             attn_backend=model_runner.attn_backend,
@@ -130,7 +120,6 @@ class ForwardBatch:
             input_logprobs=None
             if logprob is None
             else LogprobRequest(extra_tensors[0], extra_tensors[1], logprob.top_num, extra_tensors[2]),
-            spec_info=batch.spec_info,
         )
 
     def last_hidden_states(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ import os
 import torch
 
 from ..configs.model_config import ModelConfig
-from ..kernels import check_device, load_kernels
+from ..kernels import load_kernels
 from ..layers.attention.base_backend import AttentionBackend
 from ..layers.logits_processor import LogitsProcessorOutput
 from ..mem_cache.allocator import TokenToKVPoolAllocator
@@ -20,15 +20,12 @@ KERNELS_OF_BACKEND = {"torch_native": "native", "triton": "triton"}
 
 
 class ModelRunner:
-    def __init__(self, server_args: ServerArgs, model_config: ModelConfig, is_draft_worker: bool = False):
+    def __init__(self, server_args: ServerArgs, model_config: ModelConfig):
         self.server_args = server_args
         self.model_config = model_config
-        self.is_draft_worker = is_draft_worker
         self.device = torch.device(server_args.device)
         self.dtype = _resolve_dtype(server_args.dtype, model_config, self.device)
-        kernel_set = KERNELS_OF_BACKEND[server_args.attention_backend]
-        check_device(kernel_set, self.device)
-        self.kernels = load_kernels(kernel_set)
+        self.kernels = load_kernels(KERNELS_OF_BACKEND[server_args.attention_backend])
         self.model = load_model(model_config, self.kernels, self.dtype, self.device)
         self.forward_ct = 0
 

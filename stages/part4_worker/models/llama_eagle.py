@@ -21,13 +21,6 @@ from ..model_executor.forward_batch_info import ForwardBatch
 from .llama import LlamaDecoderLayer
 
 
-class NoNorm(nn.Module):
-    """Stands where the first layer's norm would: adds a residual, norms nothing."""
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        return x if residual is None else (x + residual, x + residual)
-
-
 class LlamaForCausalLMEagle(nn.Module):
     embed_tokens: torch.Tensor
     lm_head: torch.Tensor
@@ -40,7 +33,7 @@ class LlamaForCausalLMEagle(nn.Module):
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, i, rotary_emb, kernels) for i in range(config.num_hidden_layers)
         )
-        self.layers[0].input_layernorm = NoNorm()
+        self.layers[0].input_layernorm = nn.Identity()
         self.logits_processor = LogitsProcessor(kernels)
 
     def set_embed_and_head(self, embed: torch.Tensor, head: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """Penalties, minimum length and logit bias of a batch, exact along every path of a draft tree.
 
-Restates sglang/srt/sampling/penaltylib. Upstream gives all nodes of a tree the bias of the last verified
-token ("relaxed"), so a token repeated inside one accepted run escapes its penalty; here each row counts the
-tokens on its own path.
+Restates sglang/srt/sampling/penaltylib. Upstream ("relaxed") counts only the token that a tree starts from
+and gives all its nodes the same bias, so a token repeated inside one accepted run escapes its penalty; here
+each row counts the tokens on its own path.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+
+from ..model_executor.device_io import send
 
 if TYPE_CHECKING:
     from .sampling_params import SamplingParams
@@ -79,12 +81,12 @@ class Penalties:
         if not rows:
             return
         tokens = [token for tokens in tokens_of_rows for token in tokens]
-        index = torch.tensor([rows, tokens], dtype=torch.int64).to(self.device)  # [2, marks]
+        index = send(torch.tensor([rows, tokens], dtype=torch.int64), self.device)  # [2, marks]
         if table.dtype == torch.bool:
             table[index[0], index[1]] = True
             return
         values = torch.ones(len(rows)) if amounts is None else amounts
-        table.index_put_((index[0], index[1]), values.to(self.device, table.dtype), accumulate=True)
+        table.index_put_((index[0], index[1]), send(values.to(table.dtype), self.device), accumulate=True)
 
     def _refresh(self) -> None:
         """Rebuild what follows from the parameters; called when rows change, not in every step."""
@@ -97,9 +99,8 @@ class Penalties:
         self._has_frequency = any(columns[0])
         self._has_presence = any(columns[1])
         self._has_repetition = any(value != 1.0 for value in columns[2])
-        self._has_minimum = any(columns[3])
         # float64 holds every token count exactly, so that one upload serves all four.
-        packed = torch.tensor(columns, dtype=torch.float64).to(self.device)  # [4, bs]
+        packed = send(torch.tensor(columns, dtype=torch.float64), self.device)  # [4, bs]
         self._frequency, self._presence, self._repetition = packed[:3].float()
         self._minimum = packed[3].long()
 
@@ -130,8 +131,8 @@ class Penalties:
         self.params = self.params + other.params
         self._refresh()
 
-    def append(self, tokens: torch.Tensor, lens: torch.Tensor | None) -> None:
-        """Count new output tokens: the first `lens` [bs] (None: all) of each row of `tokens` [bs, w]."""
+    def append(self, tokens: torch.Tensor, lens: torch.Tensor) -> None:
+        """Count new output tokens: the first `lens` [bs] of each row of `tokens` [bs, w]."""
         if self.counts is not None:
             _add_tokens(self.counts, tokens, lens)
 
@@ -176,12 +177,7 @@ class Penalties:
         return logits
 
 
-def _add_tokens(counts: torch.Tensor, tokens: torch.Tensor, lens: torch.Tensor | None) -> None:
+def _add_tokens(counts: torch.Tensor, tokens: torch.Tensor, lens: torch.Tensor) -> None:
     """counts[row, tokens[row, j]] += 1 for j < lens[row], in place; later tokens are never an index."""
-    if tokens.dim() == 1:
-        tokens = tokens.unsqueeze(1)
-    if lens is None:
-        counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=counts.dtype))
-        return
     valid = torch.arange(tokens.shape[1], device=tokens.device) < lens.unsqueeze(1)  # [rows, w]
     counts.scatter_add_(1, torch.where(valid, tokens, 0), valid.to(counts.dtype))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..model_executor.device_io import send
 from .penaltylib import Penalties
 from .sampling_params import SamplingParams
 
@@ -60,8 +61,8 @@ class SamplingBatchInfo:
     def _uploaded(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._on_device is None:
             self._on_device = (
-                torch.from_numpy(np.ascontiguousarray(self._floats)).to(self.device),
-                torch.from_numpy(np.ascontiguousarray(self._ints)).to(self.device),
+                send(torch.from_numpy(np.ascontiguousarray(self._floats)), self.device),
+                send(torch.from_numpy(np.ascontiguousarray(self._ints)), self.device),
             )
         return self._on_device
 
@@ -95,7 +96,7 @@ class SamplingBatchInfo:
         self._ints = self._ints[:, keep]
         if self.penalties is not None:
             if any(item.needs_penalties for item in self._params):
-                self.penalties.filter(keep, torch.tensor(keep, dtype=torch.int64).to(self.device))
+                self.penalties.filter(keep, send(torch.tensor(keep, dtype=torch.int64), self.device))
             else:
                 self.penalties = None
         self._rows_changed()
@@ -111,12 +112,12 @@ class SamplingBatchInfo:
         self._ints = np.concatenate((self._ints, other._ints), axis=1)
         self._rows_changed()
 
-    def append_tokens(self, tokens: torch.Tensor, lens: torch.Tensor | None = None) -> None:
+    def append_tokens(self, tokens: torch.Tensor, lens: torch.Tensor) -> None:
         """Tell the penalties which output tokens were committed; does nothing without penalties.
 
         Args:
-            tokens: int64 [bs, w] or [bs], on the device.
-            lens: int64 [bs]; only tokens[b, j] with j < lens[b] count. None counts them all.
+            tokens: int64 [bs, w], on the device.
+            lens: int64 [bs]; only tokens[b, j] with j < lens[b] count.
         """
         if self.penalties is not None:
             self.penalties.append(tokens, lens)
@@ -132,11 +133,12 @@ class SamplingBatchInfo:
         """Penalties, logit bias and minimum length; without any of them, `logits` itself is returned.
 
         Args:
-            logits: [rows, V]. output_positions: int64 [rows]; the number of output tokens before the one that
-            this row decides. row_to_req: int64 [rows], the row of the batch that each row of logits belongs
-            to; None if they are the same. path_tokens: int64 [rows, depth]; for a tree, the drafted tokens
-            from the root's child down to this row's
-                node. The root is an output token and counted already.
+            logits: [rows, V].
+            output_positions: int64 [rows]; the number of output tokens before the one that this row decides.
+            row_to_req: int64 [rows], the row of the batch that each row of logits belongs to; None if they
+                are the same.
+            path_tokens: int64 [rows, depth]; for a tree, the drafted tokens from the root's child down to
+                this row's node. The root is an output token and counted already.
             path_lens: int64 [rows]; how many of path_tokens are real.
 
         Returns float32 [rows, V]; the logits passed in are not changed.

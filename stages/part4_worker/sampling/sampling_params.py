@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import regex
@@ -88,12 +88,10 @@ class SamplingParams:
         cls,
         params: Mapping[str, Any] | None,
         vocab_size: int,
-        default_stop_token_ids: Iterable[int] = (),
     ) -> SamplingParams:
         """Check a request's dict and turn it into `SamplingParams`.
 
-        `default_stop_token_ids` are added to the request's own (upstream takes them from the generation
-        config). Raises ValueError, naming key, value and what is allowed.
+        Raises ValueError, naming key, value and what is allowed.
         """
         params = {} if params is None else params
         if not isinstance(params, Mapping):
@@ -116,8 +114,6 @@ class SamplingParams:
             if value is None and key != "max_new_tokens":
                 continue  # None means the default, as upstream
             values[key] = check(key, value, vocab_size)
-        defaults = frozenset(int(token) for token in default_stop_token_ids)
-        values["stop_token_ids"] = values.get("stop_token_ids", frozenset()) | defaults
         made = cls(**values)
         if made.max_new_tokens is not None and made.min_new_tokens > made.max_new_tokens:
             raise ValueError(

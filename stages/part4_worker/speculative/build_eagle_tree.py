@@ -1,4 +1,6 @@
-"""Growing the draft tree and choosing what of it to verify. Restates build_eagle_tree.py of v0.4.6.
+"""Growing the draft tree and choosing what of it to verify.
+
+Restates the Python side of build_eagle_tree.py and select_top_k_tokens of eagle_utils.py, both of v0.4.6.
 
 A tree grows by levels. Each level keeps `topk` beams, and every beam proposes `topk` children. All
 children are remembered as candidates with the product of probabilities along their path; from all levels
@@ -31,7 +33,8 @@ class DraftTree:
     topk: int
     score_list: list[torch.Tensor] = field(default_factory=list)  # [bs, topk], then [bs, topk²] each
     token_list: list[torch.Tensor] = field(default_factory=list)  # the same shapes
-    parents_list: list[torch.Tensor] = field(default_factory=list)  # [bs, topk + 1], then [bs, topk]
+    # Candidate that each block of topk children hangs on: [bs, topk + 1], then [bs, topk] each.
+    parents_list: list[torch.Tensor] = field(default_factory=list)
 
     def first_level(
         self, topk_p: torch.Tensor, topk_index: torch.Tensor, hidden_states: torch.Tensor
@@ -39,8 +42,8 @@ class DraftTree:
         """Children of the root: topk_p, topk_index [bs, topk]; hidden_states [bs, hidden]."""
         bs, topk = topk_p.shape
         # −1 stands for the root, the parent of block 0; blocks 1 … topk hang on candidates 0 … topk − 1.
-        parents = torch.arange(-1, topk, device=topk_p.device).expand(bs, -1)
-        self._record(topk_p, topk_index, parents)
+        self.parents_list.append(torch.arange(-1, topk, device=topk_p.device).expand(bs, -1))
+        self._record(topk_p, topk_index)
         return Beams(topk_p, topk_index, hidden_states[:, None].expand(-1, topk, -1), None)
 
     def next_level(
@@ -51,17 +54,25 @@ class DraftTree:
         hidden_states: torch.Tensor,
         kernels: Any,
     ) -> Beams:
-        """Children of `beams`: topk_p, topk_index [bs · topk, topk]; hidden_states [bs · topk, hidden]."""
-        topk, bs = self.topk, len(beams.scores)
+        """Children of `beams`, of which the best topk are the next beams.
+
+        topk_p, topk_index [bs · topk, topk]; hidden_states [bs · topk, hidden].
+        """
         first_candidate = sum(s.shape[1] for s in self.score_list)
-        scores = (beams.scores[:, :, None] * topk_p.view(bs, topk, topk)).flatten(1)  # [bs, topk²]
-        tokens = topk_index.view(bs, topk * topk)
-        best_scores, best = kernels.top_k(scores, topk)  # [bs, topk]
-        self._record(scores, tokens, best + first_candidate)
-        parent = best // topk
-        hidden = hidden_states.view(bs, topk, -1)
+        scores, tokens = self.last_level(beams, topk_p, topk_index)
+        best_scores, best = kernels.top_k(scores, self.topk)  # [bs, topk]
+        self.parents_list.append(best + first_candidate)
+        parent = best // self.topk
+        hidden = hidden_states.view(*beams.scores.shape, -1)
         hidden = hidden.gather(1, parent[:, :, None].expand(-1, -1, hidden.shape[-1]))
         return Beams(best_scores, tokens.gather(1, best), hidden, parent)
+
+    def last_level(
+        self, beams: Beams, topk_p: torch.Tensor, topk_index: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Children of `beams` that nothing grows from; their scores and tokens, [bs, topk²] each."""
+        scores = (beams.scores[:, :, None] * topk_p.view(*beams.scores.shape, -1)).flatten(1)
+        return self._record(scores, topk_index.view(scores.shape))
 
     def select(self, count: int, kernels: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The best `count` candidates: flat numbers, ascending, and tokens [bs, count]; and the parent list.
@@ -71,13 +82,12 @@ class DraftTree:
         """
         scores, tokens = torch.cat(self.score_list, 1), torch.cat(self.token_list, 1)
         selected = kernels.top_k(scores, count)[1].sort(dim=-1).values
-        parents = torch.cat(self.parents_list[:-1], 1) if len(self.parents_list) > 1 else selected[:, :0]
-        return selected, tokens.gather(1, selected), parents
+        return selected, tokens.gather(1, selected), torch.cat(self.parents_list, 1)
 
-    def _record(self, scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> None:
+    def _record(self, scores: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.score_list.append(scores)
         self.token_list.append(tokens)
-        self.parents_list.append(parents)
+        return scores, tokens
 
 
 def column_bits(columns: int, device: torch.device) -> torch.Tensor:

@@ -28,7 +28,7 @@ class EagleDraftInput:
     _ROWS = ("hidden_states", "verified_id", "topk_p", "topk_index")
 
     def filter_batch(self, index: torch.Tensor) -> None:
-        """Keep rows `index`, in that order (upstream kept the first len(index) rows until #14742)."""
+        """Keep rows `index`, in that order (v0.4.6 keeps the first len(index) rows)."""
         for name in self._ROWS:
             setattr(self, name, getattr(self, name)[index])
 
@@ -44,7 +44,7 @@ class EagleStep:
     req_pool_indices: torch.Tensor  # [bs]
     seq_lens: torch.Tensor  # [bs] S
     output_positions: torch.Tensor  # [bs] output tokens so far
-    draft_slots: torch.Tensor  # [bs, topk · (steps − 1)] scratch, on loan until verification allocates
+    draft_slots: torch.Tensor  # [bs, topk · (steps − 1)] scratch: free again before verification allocates
     verify_slots: torch.Tensor  # [bs, n]
     request_ids: torch.Tensor  # [bs + 1] 0 … bs
 
@@ -116,9 +116,8 @@ class EagleVerifyOutput:
     accepted: torch.Tensor  # [bs, width] bool: the path reaches this far
     tokens: torch.Tensor  # [bs, width] what the target says after the node, 0 behind the path
     accept_length: torch.Tensor  # [bs] accepted drafts: nodes on the path besides the root
-    slots: torch.Tensor | None = (
-        None  # [bs, width] where the node's KV stands now, padding slot behind the path
-    )
+    # [bs, width] where the node's KV stands now, padding slot behind the path
+    slots: torch.Tensor | None = None
 
 
 def align_evict_mask_to_page_size(

@@ -45,11 +45,10 @@ class EAGLEWorker(TpModelWorker):
         self.speculative_num_steps = server_args.speculative_num_steps
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
         self.page_size = server_args.page_size
+        self.moves_kv = self.topk > 1 and self.page_size > 1  # see _settle_accepted
         # A path has at most one node per level, and no more nodes than the tree.
         self.max_path = min(self.speculative_num_steps, self.speculative_num_draft_tokens - 1)
-        super().__init__(
-            server_args, _draft_config(server_args, target_worker.model_config), is_draft_worker=True
-        )
+        super().__init__(server_args, _draft_config(server_args, target_worker.model_config))
         if self.topk > self.model_config.vocab_size:
             raise ValueError(
                 f"speculative_eagle_topk={self.topk} is more than the vocabulary's "
@@ -132,7 +131,7 @@ class EAGLEWorker(TpModelWorker):
         return EagleVerifyInput(step, draft_token, *built)
 
     def _allocate(self, batch: ScheduleBatch) -> EagleStep:
-        """Slots for every candidate, taken back at once, then slots to verify in: often the same ones.
+        """Slots for every beam that is run, taken back at once, then slots to verify in: often the same ones.
 
         The drafts' KV is scratch and dead when verification begins, so nothing has to wait: the host
         takes both allocations first and sends all a step needs in one upload.
@@ -169,9 +168,11 @@ class EAGLEWorker(TpModelWorker):
             bits = self._column_bits[level * self.topk : (level + 1) * self.topk]  # [topk, words]
             ancestors = self._ancestor_mask(ancestors, beams, bits)
             logits_output = self.draft_model_runner.forward(self._draft_batch(step, beams, ancestors, level))
-            beams = tree.next_level(
-                beams, *self._propose(logits_output), logits_output.hidden_states, self.kernels
-            )
+            proposals = self._propose(logits_output)
+            if level < self.speculative_num_steps - 2:
+                beams = tree.next_level(beams, *proposals, logits_output.hidden_states, self.kernels)
+            else:
+                tree.last_level(beams, *proposals)
         return tree
 
     def _ancestor_mask(self, parents: torch.Tensor | None, beams: Beams, own: torch.Tensor) -> torch.Tensor:
@@ -191,7 +192,6 @@ class EAGLEWorker(TpModelWorker):
         first = level * self.topk
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
-            batch_size=len(step.seq_lens),
             input_ids=beams.input_ids.flatten(),
             # Pair (token p + 1, hidden p) stands at p, so the first drafted token, at S + 1, stands at S.
             positions=(step.seq_lens + level).repeat_interleave(self.topk),
@@ -224,7 +224,6 @@ class EAGLEWorker(TpModelWorker):
         target = self.target_worker.model_runner
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=len(step.seq_lens),
             input_ids=verify_input.draft_token.flatten(),
             positions=verify_input.positions,
             req_pool_indices=step.req_pool_indices,
@@ -257,7 +256,7 @@ class EAGLEWorker(TpModelWorker):
         pointed at the path's slots; with larger ones position fixes the slot, so the KV moves.
         """
         slots = step.verify_slots.flatten()[output.rows]  # [bs, width]
-        if self.topk > 1 and self.page_size > 1:
+        if self.moves_kv:
             moved = step.verify_slots[:, : slots.shape[1]]
             destination = torch.where(output.accepted, moved, PADDING_SLOT).flatten()
             source = torch.where(output.accepted, slots, PADDING_SLOT).flatten()
@@ -283,12 +282,11 @@ class EAGLEWorker(TpModelWorker):
         Every request gets `width` rows, whatever it accepted, so that nothing has to be read back;
         rows behind its path write to the padding slot and are seen by nobody.
         """
-        bs, width = output.rows.shape
+        width = output.rows.shape[1]
         flat_rows = output.rows.flatten()
         column = torch.arange(width, device=self.device)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.DRAFT_EXTEND,
-            batch_size=bs,
             input_ids=output.tokens.flatten(),
             positions=(step.seq_lens[:, None] + column).flatten(),
             req_pool_indices=step.req_pool_indices,
@@ -326,10 +324,9 @@ class EAGLEWorker(TpModelWorker):
         table = batch.req_to_token_pool.req_to_token_host
         evict_mask = np.ones((len(batch.reqs), n), dtype=bool)
         kept = np.zeros(len(batch.reqs), dtype=np.int64)
-        moved = self.topk > 1 and self.page_size > 1
         for i, req in enumerate(batch.reqs):
             kept[i] = count = req.take(result, i)
-            nodes = np.arange(count) if moved else result.accept_index[i, :count]
+            nodes = np.arange(count) if self.moves_kv else result.accept_index[i, :count]
             evict_mask[i, nodes] = False
             table[req.req_pool_idx, req.kv_len : req.kv_len + count] = batch.out_cache_loc[i, nodes]
             req.kv_len += count

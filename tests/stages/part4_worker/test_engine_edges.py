@@ -262,7 +262,7 @@ def test_prompt_scores_of_a_retracted_chunk_come_once(make, monkeypatch):
     monkeypatch.setattr(PrefillAdder, "add_chunked_req", add)
     calls.clear()
     result = engine.generate(**arguments)[1]
-    assert retracted and retracted[0].retractions == 1
+    assert len(retracted) == 1 and engine.get_server_info()["num_retractions"] == 1
     scores = result["meta_info"]["input_token_logprobs"]
     assert [t for _, t, _ in scores] == list(range(10, 50))
     truth = wanted["meta_info"]["input_token_logprobs"]
@@ -278,6 +278,7 @@ WRONG = [
     {"stream": "no"},
     {"return_logprob": "yes"},
     {"return_hidden_states": [True]},
+    {"logprob_start_len": 0},
     {"return_logprob": True, "top_logprobs_num": True},
     {"return_logprob": True, "logprob_start_len": 1.5},
     {"return_logprob": True, "logprob_start_len": "0"},
@@ -327,6 +328,7 @@ def test_more_beams_than_tokens_are_refused(make):
     [
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     ],
 )
@@ -390,3 +392,12 @@ def test_tokens_scores_and_states_are_those_of_transformers(make, zoo, spec):
         torch.testing.assert_close(torch.tensor(scored), truth, atol=1e-4, rtol=1e-4)
         states = output.hidden_states[-1][0, len(prompt) - 1 : -1]
         torch.testing.assert_close(torch.tensor(meta["hidden_states"]), states, atol=1e-4, rtol=1e-4)
+
+
+def test_the_event_loop_runs_until_nothing_is_left(engine):
+    """`event_loop_normal` is `step` in a loop: what was admitted before it is done behind it."""
+    stream = engine.generate(input_ids=[[5, 6], [7]], sampling_params=GREEDY, stream=True)
+    engine.scheduler.event_loop_normal()
+    last = {result["index"]: result for result in stream}
+    assert [last[i]["meta_info"]["finish_reason"]["type"] for i in (0, 1)] == ["length", "length"]
+    assert engine.scheduler.is_idle()

@@ -17,7 +17,7 @@ EOS = 3
 
 def make_req(prompt=(), output=(), **params):
     return types.SimpleNamespace(
-        sampling_params=SamplingParams.from_dict(params, VOCAB, ()),
+        sampling_params=SamplingParams.from_dict(params, VOCAB),
         origin_input_ids=list(prompt),
         output_ids=list(output),
         seed=0,
@@ -120,10 +120,10 @@ def test_committed_runs_count_up_to_their_length(reqs, data):
         assert_row(changed[row], logits[row], req, outputs[row])
 
 
-def test_one_token_per_request_may_come_as_a_vector():
+def test_one_token_per_request_is_counted():
     reqs = [make_req(presence_penalty=1), make_req(frequency_penalty=1)]
     info = make_info(reqs)
-    info.append_tokens(torch.tensor([4, 5]))
+    info.append_tokens(torch.tensor([[4], [5]]), torch.tensor([1, 1]))
     changed = info.apply_logits_bias(torch.zeros(2, VOCAB), torch.tensor([1, 1]))
     assert_row(changed[0], torch.zeros(VOCAB), reqs[0], [4])
     assert_row(changed[1], torch.zeros(VOCAB), reqs[1], [5])

@@ -19,7 +19,7 @@ VOCAB = 24
 def make_info(*params, vocab=VOCAB):
     reqs = [
         types.SimpleNamespace(
-            sampling_params=SamplingParams.from_dict(item, vocab, ()), seed=item.get("sampling_seed", 7)
+            sampling_params=SamplingParams.from_dict(item, vocab), seed=item.get("sampling_seed", 7)
         )
         for item in params
     ]

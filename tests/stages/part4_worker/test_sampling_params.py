@@ -10,22 +10,17 @@ VOCAB = 16
 
 
 def make(**params):
-    return SamplingParams.from_dict(params, VOCAB, ())
+    return SamplingParams.from_dict(params, VOCAB)
 
 
 def test_nothing_asked_gives_the_documented_defaults():
-    assert SamplingParams.from_dict(None, VOCAB, ()) == SamplingParams()
+    assert SamplingParams.from_dict(None, VOCAB) == SamplingParams()
     assert make().max_new_tokens == DEFAULT_MAX_NEW_TOKENS
     assert make(temperature=None, stop=None, top_k=None) == SamplingParams()
 
 
 def test_max_new_tokens_none_is_not_the_default():
     assert make(max_new_tokens=None).max_new_tokens is None
-
-
-def test_stop_tokens_of_the_model_join_those_of_the_request():
-    made = SamplingParams.from_dict({"stop_token_ids": [3]}, VOCAB, [5, 3])
-    assert made.stop_token_ids == frozenset({3, 5})
 
 
 def test_forms_that_clients_send_are_taken():
@@ -143,7 +138,7 @@ def test_keys_of_sglang_at_the_value_that_holds_anyway_are_fine():
 
 def test_something_else_than_a_dict_is_refused():
     with pytest.raises(ValueError, match="give a dict"):
-        SamplingParams.from_dict([("temperature", 0)], VOCAB, ())
+        SamplingParams.from_dict([("temperature", 0)], VOCAB)
 
 
 def test_every_field_can_be_set_from_a_dict():

@@ -1,6 +1,6 @@
 """Attention over the KV pool, request by request, with PyTorch's scaled_dot_product_attention.
 
-The reference for layers/attention/triton_backend.py: it gathers exactly the slots a request may read. Giving
+The reference of kernels/triton/attention.py: it gathers exactly the slots a request may read. Giving
 SDPA more rows and masking them would not do, since 0 * NaN is NaN and unused slots may hold anything.
 """
 

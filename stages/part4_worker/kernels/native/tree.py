@@ -1,7 +1,8 @@
 """Turn the selected candidates of a draft into a tree: who sees whom, positions, child and sibling links.
 
-Restates the kernel build_tree_kernel_efficient of upstream's speculative/build_eagle_tree.py (v0.4.6). Here
-the prefix is implied and a row of the mask is one 64-bit word, so a mask does not grow with the context.
+Restates sgl-kernel's build_tree_kernel_efficient, which upstream's speculative/build_eagle_tree.py calls at
+v0.4.6. Here the prefix is implied and a row of the mask is one 64-bit word, so a mask does not grow with the
+context.
 """
 
 from __future__ import annotations
