@@ -195,8 +195,11 @@ def main(arguments: list[str]) -> int:
         if findings:
             print(f"The packages of {sys.executable}:\n{report(findings)}")
     else:
-        findings = [*check_packages(), *check_accelerator(), *check_machine(), *check_cache()]
-        print(report(findings))
+        findings = []
+        for check in (check_packages, check_accelerator, check_machine, check_cache):
+            for finding in check():  # each line as it comes: importing torch takes seconds
+                print(report([finding]), flush=True)
+                findings.append(finding)
     bad = sum(finding.state == "bad" for finding in findings)
     if bad:
         print(f"{bad} thing{'s' * (bad > 1)} to mend before an engine can run.", file=sys.stderr)

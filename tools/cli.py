@@ -13,7 +13,7 @@ from .models.cli import app as models_app
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="EAGLE speculative decoding as it grew inside SGLang: five engines, one story.",
+    help="EAGLE speculative decoding as it grew inside SGLang.",
 )
 app.add_typer(models_app, name="models")
 add_lazy(app, "run", "tools.bench.run:run", "Stream one answer with each accepted run visible.")

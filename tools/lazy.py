@@ -35,6 +35,6 @@ def load(target: str) -> typer.Typer:
     found = getattr(import_module(module), attribute)
     if isinstance(found, typer.Typer):
         return found
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
     app.command()(found)
     return app

@@ -19,7 +19,7 @@ import typer
 from ..models.cache import ModelError
 from .stages_door import STAGES, BadInput
 
-PANEL = "Engine flags (SGLang's names; the stage's defaults stand in its stage.toml under [run])"
+PANEL = "Engine flags: SGLang's names; a stage's defaults are in its stage.toml"
 _NOTES = {
     "model_path": "The target: a folder, a name in the cache, or a hub id.",
     "speculative_draft_model_path": "The draft head: a folder, a name in the cache, or a hub id.",

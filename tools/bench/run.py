@@ -154,7 +154,8 @@ def run(
                 stream = engine.generate(input_ids=ids, sampling_params=params, stream=True)
             for result, step in rounds_of(stream):
                 painter.show(result["text"], step)
-    console.print("\n")
+    if painter.shown:
+        console.print("\n")
     refuse_abort(result)
     for line in summary(result, info, cost):
         console.print(Text(line), soft_wrap=True)

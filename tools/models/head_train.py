@@ -52,7 +52,7 @@ class Settings:
 
     def __post_init__(self):
         if not self.steps and not self.minutes:
-            raise ModelError("Say when training ends: a number of steps, of minutes, or both.")
+            raise ModelError("Say when training ends: a number of --steps, of --minutes, or both.")
         if self.passes < 1:
             raise ModelError(f"{self.passes} passes: a head needs at least one.")
         if not 0 < self.hidden_until <= 1:
