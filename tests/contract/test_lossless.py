@@ -7,15 +7,10 @@ commits.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.contract import models
-from tests.contract.harness import REPO, run, tree_id
+from tests.contract.harness import run, tree_id
 from tests.contract.reference import simulate
 
 LENGTHS = (1, 5, 16, 13, 9)
@@ -204,35 +199,3 @@ def test_drafts_are_accepted_and_rejected(stage, zoo):
     for tree in [(3, 1, 4), (3, 2, 8)]:
         rounds = [n for r in simulated(zoo, prompts, outputs, tree) for n in r]
         assert {1, 2, 3, 4} <= set(rounds), rounds
-
-
-@pytest.mark.needs("triton", "eagle", "tree")
-def test_triton_backend_by_interpreter(stage, engines, zoo):
-    """The same tokens and rounds from the Triton kernels; in a process of its own, since the interpreter is a
-    mode.
-    """
-    prompts, tree, new = zoo.prompts((3, 5), 5), (2, 2, 5), 5
-    code = (
-        "import json, sys; from tests.contract.harness import Stage, run\n"
-        "work = json.load(sys.stdin); stage = Stage(work['stage'])\n"
-        "for flags in work['flags']:\n"
-        "    with stage.Engine(**flags) as engine:\n"
-        "        done = run(engine, work['prompts'], {'max_new_tokens': work['new']})\n"
-        "        print(json.dumps([done.tokens, done.rounds]))\n"
-    )
-    flags = [engines.flags(tree=t, attention_backend="triton", max_total_tokens=256) for t in (None, tree)]
-    work = {"stage": str(stage.path), "flags": flags, "prompts": prompts, "new": new}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps(work),
-        capture_output=True,
-        text=True,
-        cwd=REPO,
-        timeout=240,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    plain, drafted = (json.loads(line) for line in done.stdout.splitlines()[-2:])
-    want = [zoo.r0(p, max_new_tokens=new) for p in prompts]
-    assert plain[0] == drafted[0] == want
-    assert drafted[1] == simulated(zoo, prompts, want, tree)

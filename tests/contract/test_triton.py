@@ -24,6 +24,8 @@ def test_short_runs(stage, engines, zoo, page, tree):
     prompts = zoo.prompts(LENGTHS, NEW)[:2]
     done = run(engines.get(tree=tree, page_size=page, **GPU), prompts, {"max_new_tokens": 6})
     assert done.tokens == [zoo.r0(p, max_new_tokens=6) for p in prompts]
+    if tree is not None:
+        assert done.rounds == simulated(zoo, prompts, done.tokens, tree)
 
 
 @pytest.mark.gpu
