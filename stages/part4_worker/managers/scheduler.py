@@ -289,7 +289,8 @@ class Scheduler(SchedulerOutputProcessorMixin):
             retracted = self._retract_chunked() + batch.retract_decode(multiplier)
             self.waiting_queue = retracted[::-1] + self.waiting_queue
             self.counters.num_retractions += len(retracted)
-            logger.warning("the KV pool is full: %d requests go back to the queue", len(retracted))
+            if retracted:
+                logger.warning("the KV pool is full: %d requests go back to the queue", len(retracted))
             self.new_token_ratio = INIT_NEW_TOKEN_RATIO
             if not batch.check_decode_mem(multiplier):  # one is left, and the pool is too small for it alone
                 pool = self.token_to_kv_pool_allocator.size

@@ -48,12 +48,13 @@ class EAGLEWorker(TpModelWorker):
         self.moves_kv = self.topk > 1 and self.page_size > 1  # see _settle_accepted
         # A path has at most one node per level, and no more nodes than the tree.
         self.max_path = min(self.speculative_num_steps, self.speculative_num_draft_tokens - 1)
-        super().__init__(server_args, _draft_config(server_args, target_worker.model_config))
-        if self.topk > self.model_config.vocab_size:
+        vocab_size = target_worker.model_config.vocab_size
+        if self.topk > vocab_size:
             raise ValueError(
-                f"speculative_eagle_topk={self.topk} is more than the vocabulary's "
-                f"{self.model_config.vocab_size} tokens: lower it"
+                f"speculative_eagle_topk={self.topk} is more than the vocabulary's {vocab_size} tokens: "
+                "lower it"
             )
+        super().__init__(server_args, _draft_config(server_args, target_worker.model_config))
         self.draft_model_runner.model.set_embed_and_head(
             *target_worker.model_runner.model.get_embed_and_head()
         )
