@@ -228,8 +228,9 @@ class ServerArgs:
 
     @property
     def cuda_graph(self) -> bool:
-        """True where CUDA graphs are really on."""
-        return self.features.has("cuda_graph") and not self.disable_cuda_graph
+        """True where CUDA graphs are on: the reference backend reads lengths back, so none records it."""
+        recordable = self.attention_backend != "torch_native" or self.device == "cpu"
+        return self.features.has("cuda_graph") and not self.disable_cuda_graph and recordable
 
     @property
     def overlap_schedule(self) -> bool:

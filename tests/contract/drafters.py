@@ -107,7 +107,7 @@ def scripted(probe, target: RefTarget, script: Iterable[int], **options):
 
 @contextlib.contextmanager
 def poisoned(probe, value: float = float("nan")):
-    """The draft model returns `value` in all its features and logits (its KV too, from then on)."""
+    """The draft model returns `value` in all its features and proposals (its KV too, from then on)."""
     model = probe.draft_runner.model
     handle = model.register_forward_hook(lambda module, args, output: _spoil(output, value))
     try:
@@ -119,7 +119,7 @@ def poisoned(probe, value: float = float("nan")):
 def _spoil(output, value: float):
     if isinstance(output, torch.Tensor):
         return torch.full_like(output, value) if output.is_floating_point() else output
-    for name in ("hidden_states", "next_token_logits"):
+    for name in ("hidden_states", "topk_p"):
         tensor = getattr(output, name, None)
         if tensor is not None:
             setattr(output, name, torch.full_like(tensor, value))

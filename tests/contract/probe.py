@@ -217,12 +217,16 @@ class Probe:
 
     @contextlib.contextmanager
     def spy(self, owner, name: str, see: Callable):
-        """Call `see(args, kwargs, result)` after every call of `owner.name` on this instance."""
-        real = getattr(owner, name)
+        """Call `see(args, kwargs, result)` after every call of `owner.name` on this instance.
+
+        Calls that only prepare a CUDA graph belong to no step and are not shown.
+        """
+        real, graphs = getattr(owner, name), getattr(self.scheduler, "graphs", None)
 
         def call(*args, **kwargs):
             result = real(*args, **kwargs)
-            see(args, kwargs, result)
+            if graphs is None or not graphs.is_capturing:
+                see(args, kwargs, result)
             return result
 
         with swapped(owner, name, call):

@@ -158,7 +158,7 @@ def test_verify_logits_of_every_node(stage, engines, zoo):
                 compared.append(row)
 
     with probe.spy(probe.draft_worker, "draft", drafted), probe.spy(probe.target_runner, "forward", verified):
-        run(engine, prompts, {"max_new_tokens": 12})
+        run(engine, prompts, {"max_new_tokens": 12}, return_logprob=True)
     assert len(compared) >= 6 * tree[2]
 
 

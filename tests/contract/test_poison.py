@@ -75,8 +75,8 @@ def test_a_non_finite_logit_ends_its_own_request(stage, engines, zoo, tree):
     def spoil(module, args, output):
         calls.append(None)
         if len(calls) == 4:
-            rows = len(output.next_token_logits) // 3
-            output.next_token_logits[rows : 2 * rows] = float("nan")
+            rows = len(output.topk_p) // 3
+            output.topk_p[rows : 2 * rows] = float("nan")
 
     handle = probe.target_runner.model.register_forward_hook(spoil)
     try:

@@ -1,4 +1,4 @@
-"""RMSNorm, optionally adding a residual first. Restates sglang/srt/layers/layernorm.py."""
+"""RMSNorm. Restates sglang/srt/layers/layernorm.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.kernels = kernels
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        """norm(x), or (norm(x + residual), x + residual); x [rows, hidden]."""
-        return self.kernels.rms_norm(x, self.weight, self.eps, residual)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, hidden] → the same shape."""
+        return self.kernels.rms_norm(x, self.weight, self.eps)

@@ -9,13 +9,16 @@ import torch
 from torch import nn
 
 from ..model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
-from .linear import linear_float32
 from .logprobs import LogprobRows, gather_logprobs
 
 
 @dataclass
 class LogitsProcessorOutput:
-    next_token_logits: torch.Tensor  # [bs or rows, vocab] float32
+    """One row for each of `last_rows`, or for every row of the forward."""
+
+    next_token_logits: torch.Tensor | None  # [rows, vocab] float32; None if ForwardBatch.topk asked for less
+    topk_p: torch.Tensor | None = None  # [rows, topk] float32 probabilities of the likeliest tokens
+    topk_index: torch.Tensor | None = None  # [rows, topk] the tokens
     hidden_states: torch.Tensor | None = None  # as CaptureHiddenMode says, in the model's dtype
     input_logprobs: LogprobRows | None = None
 
@@ -40,8 +43,13 @@ class LogitsProcessor(nn.Module):
         }
         scored = None
         if (request := forward_batch.input_logprobs) is not None:
-            logits = linear_float32(hidden_states[request.rows], lm_head)
+            logits = self.kernels.linear_float32(hidden_states[request.rows], lm_head)
             scored = gather_logprobs(
                 logits, request.targets, request.top_num, request.token_ids, self.kernels
             )
-        return LogitsProcessorOutput(linear_float32(last, lm_head), captured[mode], scored)
+        output = LogitsProcessorOutput(None, hidden_states=captured[mode], input_logprobs=scored)
+        if forward_batch.topk is None:
+            output.next_token_logits = self.kernels.linear_float32(last, lm_head)
+        else:
+            output.topk_p, output.topk_index = self.kernels.linear_topk(last, lm_head, forward_batch.topk)
+        return output

@@ -14,8 +14,6 @@ class RadixAttention(nn.Module):
         self.layer_id = layer_id
         self.scaling = head_dim**-0.5
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Store k, v [rows, kv_heads, head_dim]; attend with q [rows, heads, head_dim] → the same shape."""
-        return forward_batch.attn_backend.forward(q, k, v, self, forward_batch)
+    def forward(self, q: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+        """Attend with q [rows, heads, head_dim] over cached slots, this forward's own among them."""
+        return forward_batch.attn_backend.forward(q, self, forward_batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +11,10 @@ from ..configs.model_config import ModelConfig
 
 
 class RotaryEmbedding(nn.Module):
-    def __init__(self, config: ModelConfig, kernels: Any):
+    """The table of cosines and sines; the projection of queries and keys applies it (layers/linear.py)."""
+
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.kernels = kernels
         # Float64 until the table is made: at position 8,000 a float32 angle is off by 1e-3.
         inv_freq = config.rope_theta ** -(
             torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
@@ -26,12 +26,6 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer(
             "cos_sin_cache", torch.cat([angles.cos(), angles.sin()], -1).float(), persistent=False
         )
-
-    def forward(
-        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate q [rows, heads, head_dim] and k [rows, kv_heads, head_dim] to `positions` [rows]."""
-        return self.kernels.apply_rotary(q, k, positions, self.cos_sin_cache)
 
 
 def _llama3_scaled(inv_freq: torch.Tensor, scaling: dict) -> torch.Tensor:

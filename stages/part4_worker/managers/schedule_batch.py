@@ -238,6 +238,11 @@ class ModelWorkerBatch:
     input_logprobs: HostLogprobRequest | None
     output_logprobs: tuple[int, np.ndarray] | None  # see ScheduleBatch.logprob_shape
 
+    @property
+    def needs_logits(self) -> bool:
+        """False if each row's likeliest token is all that anybody asks for."""
+        return self.output_logprobs is not None or not self.sampling_info.is_plain_greedy
+
     def score(self, logits: torch.Tensor, tokens: torch.Tensor, kernels: Any) -> LogprobRows | None:
         """Logprobs of the sampled `tokens` [bs] under `logits` [bs, vocab], if any request wants them."""
         if self.output_logprobs is None:

@@ -21,6 +21,7 @@ from ..configs.model_config import ModelConfig
 from ..mem_cache.allocator import TokenToKVPoolAllocator
 from ..mem_cache.memory_pool import ReqToTokenPool
 from ..mem_cache.radix_cache import RadixCache
+from ..model_executor.cuda_graph_runner import CudaGraphRunner
 from ..model_executor.model_runner import profile_max_num_tokens
 from ..server_args import ServerArgs
 from ..speculative.eagle_worker import EAGLEWorker
@@ -82,6 +83,10 @@ class Scheduler(SchedulerOutputProcessorMixin):
             self.workers.append(self.draft_worker)
             self.decode_mem_cache_buf_multiplier = self.draft_worker.max_slots_per_step()
         self._init_memory()
+        self.graphs = CudaGraphRunner(server_args, [w.model_runner for w in self.workers])
+        # A speculative engine never decodes plainly.
+        (self.draft_worker or self.tp_worker).init_cuda_graphs(self.graphs)
+        self.graphs.capture_all()
         self.reset()
 
     def _init_memory(self) -> None:

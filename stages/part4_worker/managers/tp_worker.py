@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from ..configs.model_config import ModelConfig
+from ..layers.logits_processor import LogitsProcessorOutput
 from ..layers.logprobs import LogprobRows
 from ..layers.sampler import Sampler
 from ..mem_cache.allocator import TokenToKVPoolAllocator
 from ..mem_cache.memory_pool import ReqToTokenPool
-from ..model_executor.device_io import download
-from ..model_executor.forward_batch_info import ForwardBatch
+from ..model_executor.cuda_graph_runner import CudaGraphRunner
+from ..model_executor.device_io import PackedBuffer, Readback
+from ..model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from ..model_executor.model_runner import ModelRunner
 from ..server_args import ServerArgs
 from .schedule_batch import ModelWorkerBatch
+
+# Fields of a ModelWorkerBatch, [bs] each, that a decode step of fixed size takes from the host.
+_DECODE_INPUTS = (
+    "input_ids",
+    "req_pool_indices",
+    "prefix_lens",
+    "seq_lens",
+    "out_cache_loc",
+    "output_positions",
+)
 
 
 @dataclass
@@ -34,20 +47,26 @@ class GenerationBatchResult:
     logprobs: LogprobRows | None = None  # rows: [bs · width]
     hidden_states: torch.Tensor | np.ndarray | None = None  # [bs · width, hidden] float32
     input_logprobs: LogprobRows | None = None  # rows as in ModelWorkerBatch.input_logprobs
+    readback: Readback | None = field(default=None, repr=False)
+
+    _PLAIN = ("next_token_ids", "is_finite", "accept_index", "hidden_states")
+    _SCORED = ("logprobs", "input_logprobs")
+
+    def start_read(self, readback: Readback | None = None) -> GenerationBatchResult:
+        """Send everything on its way to the host; whatever is launched from now on need not be waited for."""
+        self.readback = readback or Readback()
+        plain = [getattr(self, n) for n in self._PLAIN if getattr(self, n) is not None]
+        scored = [t for n in self._SCORED if getattr(self, n) is not None for t in getattr(self, n)]
+        self.readback.copy(*plain, *scored)
+        return self
 
     def read(self) -> GenerationBatchResult:
         """The same on the host: the one blocking read of a step."""
-        plain = [
-            n
-            for n in ("next_token_ids", "is_finite", "accept_index", "hidden_states")
-            if getattr(self, n) is not None
-        ]
-        scored = [n for n in ("logprobs", "input_logprobs") if getattr(self, n) is not None]
-        arrays = iter(
-            download(*(getattr(self, n) for n in plain), *(t for n in scored for t in getattr(self, n)))
-        )
-        fields = {n: next(arrays) for n in plain}
-        fields |= {n: LogprobRows(*(next(arrays) for _ in LogprobRows._fields)) for n in scored}
+        arrays = iter(self.readback.wait())
+        fields = {n: next(arrays) for n in self._PLAIN if getattr(self, n) is not None}
+        for n in self._SCORED:
+            if getattr(self, n) is not None:
+                fields[n] = LogprobRows(*(next(arrays) for _ in LogprobRows._fields))
         return replace(self, **fields)
 
 
@@ -66,27 +85,101 @@ class TpModelWorker:
         """Take the shared table and slot numbers; allocate this model's own KV tensors."""
         self.model_runner.init_memory_pool(req_to_token_pool, allocator)
 
+    def init_cuda_graphs(self, graphs: CudaGraphRunner) -> None:
+        """Have a decode step of each size recorded, with and without logits."""
+        self.graphs = graphs
+        self.static_inputs: dict[int, PackedBuffer] = {}
+        graphs.register(self._capture_decode)
+
+    def _capture_decode(self, size: int) -> None:
+        buffer = self.static_inputs[size] = PackedBuffer(self.device, [(size,)] * len(_DECODE_INPUTS))
+        self.graphs.capture(("decode", size), partial(self._decode_greedily, buffer, Readback()))
+        self.graphs.capture(("decode_logits", size), partial(self._decode, buffer, None))
+
     def forward_batch_generation(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
         """Run the model over a step's rows and sample one token per request."""
-        return self.forward_and_sample(batch, ForwardBatch.init_new(batch, self.model_runner))
+        size = self.graphs.padded_size(len(batch.req_pool_indices))
+        if batch.forward_mode.is_extend() or size is None:
+            return self.forward_and_sample(batch, ForwardBatch.init_new(batch, self.model_runner))
+        return self._replay_decode(batch, size)
+
+    def _replay_decode(self, batch: ModelWorkerBatch, size: int) -> GenerationBatchResult:
+        self.static_inputs[size].fill(*(getattr(batch, name) for name in _DECODE_INPUTS))
+        if not batch.needs_logits and not batch.return_hidden_states:
+            result = self.graphs.replay(("decode", size))
+            result.readback.launched()
+            return result
+        bs = len(batch.req_pool_indices)
+        positions, output = self.graphs.replay(("decode_logits", size))
+        rows = replace(
+            output, next_token_logits=output.next_token_logits[:bs], hidden_states=output.hidden_states[:bs]
+        )
+        return self._sample(batch, rows, positions[:bs])
+
+    def _decode_greedily(self, buffer: PackedBuffer, readback: Readback) -> GenerationBatchResult:
+        _, output = self._decode(buffer, topk=1)
+        is_finite = torch.isfinite(output.topk_p[:, 0])
+        return GenerationBatchResult(output.topk_index, is_finite).start_read(readback)
+
+    def _decode(self, buffer: PackedBuffer, topk: int | None) -> tuple[torch.Tensor, LogitsProcessorOutput]:
+        """One token for each row of static inputs: what a graph records. Also returns output positions."""
+        buffer.send()
+        fields = dict(zip(_DECODE_INPUTS, buffer.device, strict=True))
+        bs = len(fields["seq_lens"])
+        self.kernels.assign_req_to_token(
+            self.model_runner.req_to_token_pool.req_to_token,
+            fields["req_pool_indices"],
+            fields["prefix_lens"],
+            fields["out_cache_loc"][:, None],
+            torch.ones_like(fields["seq_lens"]),
+        )
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            positions=fields["prefix_lens"],
+            q_start_loc=torch.arange(bs + 1, device=self.device),
+            max_q_len=1,
+            attn_backend=self.model_runner.attn_backend,
+            capture_hidden_mode=CaptureHiddenMode.LAST,
+            topk=topk,
+            **fields,
+        )
+        return forward_batch.output_positions, self.model_runner.forward(forward_batch)
 
     def forward_and_sample(
         self, batch: ModelWorkerBatch, forward_batch: ForwardBatch
     ) -> GenerationBatchResult:
         """The same over tensors on the device; `forward_batch` keeps what a draft model needs of them."""
+        forward_batch.topk = None if batch.needs_logits else 1
         output = self.model_runner.forward(forward_batch)
         forward_batch.hidden_states = output.hidden_states
+        if batch.return_hidden_states:
+            output.hidden_states = forward_batch.last_hidden_states()
+        return self._sample(batch, output, forward_batch.output_positions, forward_batch.known_next_tokens)
+
+    def _sample(
+        self,
+        batch: ModelWorkerBatch,
+        output: LogitsProcessorOutput,
+        output_positions: torch.Tensor,
+        known: torch.Tensor | None = None,
+    ) -> GenerationBatchResult:
+        """One token per request, unless it is `known` (≥ 0); `output` has a row for each request."""
         info, logits = batch.sampling_info, output.next_token_logits  # [bs, vocab]
-        positions, known = forward_batch.output_positions, forward_batch.known_next_tokens
-        sampled = self.sampler.forward(
-            info.apply_logits_bias(logits, positions, row_to_req=None), info, positions
-        )
-        next_token_ids = torch.where(known < 0, sampled, known)  # [bs]
-        info.append_tokens(next_token_ids[:, None], (known < 0).long())
+        if logits is None:
+            next_token_ids, is_finite = output.topk_index[:, 0], torch.isfinite(output.topk_p[:, 0])
+        else:
+            biased = info.apply_logits_bias(logits, output_positions, row_to_req=None)
+            next_token_ids = self.sampler.forward(biased, info, output_positions)
+            is_finite = torch.isfinite(logits.sum(-1))
+        is_new = torch.ones_like(next_token_ids)
+        if known is not None:
+            is_new = (known < 0).long()
+            next_token_ids = torch.where(known < 0, next_token_ids, known)
+        info.append_tokens(next_token_ids[:, None], is_new)
         return GenerationBatchResult(
             next_token_ids=next_token_ids[:, None],
-            is_finite=torch.isfinite(logits.sum(-1)),
+            is_finite=is_finite,
             logprobs=batch.score(logits, next_token_ids, self.kernels),
-            hidden_states=forward_batch.last_hidden_states().float() if batch.return_hidden_states else None,
+            hidden_states=output.hidden_states.float() if batch.return_hidden_states else None,
             input_logprobs=output.input_logprobs,
-        )
+        ).start_read()

@@ -2,11 +2,13 @@
 
 A step needs a dozen small index arrays on the device and a few small results back. Each transfer
 costs tens of microseconds whatever its size, so arrays travel together: `upload` turns many numpy
-arrays into views of one device buffer, `download` reads many tensors in one blocking copy. Nothing
-else reads from the device but torch_native, the reference, so `counts` tells how often a step waits.
+arrays into views of one device buffer, `Readback` brings many tensors back in one copy. Nothing else
+reads from the device but torch_native, the reference, so `counts` tells how often a step waits.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -31,13 +33,74 @@ def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor
 
 
-def download(*tensors: torch.Tensor) -> list[np.ndarray]:
-    """Read tensors back in one blocking copy; returns numpy arrays of the same shapes and dtypes.
+class Readback:
+    """Tensors on their way to the host in one copy, while the device goes on working.
 
-    bfloat16 has no numpy counterpart: convert to float32 before.
+    `copy` starts it and `wait` ends it. One object may be used again and again for the same shapes: inside a
+    CUDA graph the copy is recorded, and `launched` is called after each replay.
     """
-    counts["downloads"] += 1
-    packed = torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]).cpu()
-    flat = packed.split([t.numel() * t.element_size() for t in tensors])
-    # clone(): a view of the packed bytes need not be aligned for a wider dtype.
-    return [f.clone().view(t.dtype).view(t.shape).numpy() for f, t in zip(flat, tensors, strict=True)]
+
+    def __init__(self) -> None:
+        self._host: torch.Tensor | None = None
+        self._like: list[tuple[torch.dtype, torch.Size, int]] = []
+        self._event = torch.cuda.Event() if torch.cuda.is_available() else None
+
+    def copy(self, *tensors: torch.Tensor) -> None:
+        """bfloat16 has no numpy counterpart: convert to float32 before."""
+        packed = torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors])
+        self._like = [(t.dtype, t.shape, t.numel() * t.element_size()) for t in tensors]
+        if self._host is None or self._host.shape != packed.shape:
+            self._host = torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda)
+        self._host.copy_(packed, non_blocking=True)
+        if packed.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self.launched()
+
+    def launched(self) -> None:
+        """Mark where on the device's stream the copy is done."""
+        if self._host.is_pinned():
+            self._event.record()
+
+    def wait(self) -> list[np.ndarray]:
+        """The tensors as numpy arrays of the same shapes and dtypes; blocks until they are here."""
+        counts["downloads"] += 1
+        if self._host.is_pinned():
+            self._event.synchronize()
+        flat = self._host.split([size for _, _, size in self._like])
+        # clone(): the copy is overwritten by the next one, and a view need not be aligned for a wider dtype.
+        return [
+            f.clone().view(dtype).view(shape).numpy()
+            for f, (dtype, shape, _) in zip(flat, self._like, strict=True)
+        ]
+
+
+def download(*tensors: torch.Tensor) -> list[np.ndarray]:
+    """Read tensors back in one blocking copy."""
+    readback = Readback()
+    readback.copy(*tensors)
+    return readback.wait()
+
+
+class PackedBuffer:
+    """Integer arrays at fixed addresses on the host and the device: what a CUDA graph reads its inputs from.
+
+    Write to `host`, call `send`, read `device`; both are lists in the order of `shapes`. `send` may be
+    recorded in the graph itself: it then reads what the host holds when the graph is replayed.
+    """
+
+    def __init__(self, device: torch.device, shapes: list[tuple[int, ...]]):
+        sizes = [math.prod(shape) for shape in shapes]
+        self._source = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._target = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        host, target = self._source.split(sizes), self._target.split(sizes)
+        self.host = [t.view(shape).numpy() for t, shape in zip(host, shapes, strict=True)]
+        self.device = [t.view(shape) for t, shape in zip(target, shapes, strict=True)]
+
+    def fill(self, *arrays: np.ndarray) -> None:
+        """Write arrays that may have fewer rows than there is room for; the rest becomes zero."""
+        counts["uploads"] += 1
+        for place, array in zip(self.host, arrays, strict=True):
+            place[: len(array)] = array
+            place[len(array) :] = 0
+
+    def send(self) -> None:
+        self._target.copy_(self._source, non_blocking=True)

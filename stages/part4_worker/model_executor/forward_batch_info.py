@@ -69,6 +69,8 @@ class ForwardBatch:
     # [bs, max_q_len, words] bits over columns behind the prefix; None: causal
     tree_mask: torch.Tensor | None = None
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
+    # The k likeliest tokens of each row are all that is wanted, instead of its logits: 1 for greedy decoding.
+    topk: int | None = None
     input_logprobs: LogprobRequest | None = None
     spec_info: Any = None  # its `hidden_states` [rows, hidden] feed a draft model
     attn_metadata: Any = field(default=None, repr=False)  # planned once per forward by the backend

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..configs.model_config import ModelConfig
-from ..layers.activation import SiluAndMul
 from ..layers.layernorm import RMSNorm
-from ..layers.linear import MergedLinear
+from ..layers.linear import GateUpLinear, MergedLinear, QKVLinear
 from ..layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from ..layers.radix_attention import RadixAttention
 from ..layers.rotary_embedding import RotaryEmbedding
@@ -21,65 +20,54 @@ from ..model_executor.forward_batch_info import ForwardBatch
 class LlamaMLP(nn.Module):
     def __init__(self, config: ModelConfig, kernels: Any):
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedLinear(hidden, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
-        self.down_proj = MergedLinear(inner, {"down_proj": hidden}, config.mlp_bias)
-        self.act_fn = SiluAndMul(kernels)
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = GateUpLinear(hidden, {"gate_proj": inner, "up_proj": inner}, bias, kernels)
+        self.down_proj = MergedLinear(inner, {"down_proj": hidden}, bias, kernels)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+    def forward(self, hidden_states: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        return self.down_proj(self.gate_up_proj(hidden_states, norm), residual=hidden_states)
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding):
-        super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, config.attention_bias)
-        self.o_proj = MergedLinear(q_size, {"o_proj": config.hidden_size}, config.attention_bias)
-        self.rotary_emb = rotary_emb
-        self.attn = RadixAttention(self.head_dim, layer_id)
-
-    def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden_states).view(len(positions), -1, self.head_dim)
-        q, k, v = qkv.split(
-            [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1
-        )  # [rows, heads, head_dim]
-        q, k = self.rotary_emb(positions, q, k)
-        return self.o_proj(self.attn(q, k, v, forward_batch).flatten(1))
-
-
-class LlamaDecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, kernels: Any):
         super().__init__()
-        self.self_attn = LlamaAttention(config, layer_id, rotary_emb)
-        self.mlp = LlamaMLP(config, kernels)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        hidden, bias = config.hidden_size, config.attention_bias
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = QKVLinear(hidden, parts, bias, kernels)
+        self.o_proj = MergedLinear(q_size, {"o_proj": hidden}, bias, kernels)
+        self.rotary_emb = rotary_emb
+        self.attn = RadixAttention(config.head_dim, layer_id)
 
     def forward(
         self,
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
-        residual: torch.Tensor | None,
         forward_batch: ForwardBatch,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both in and out, the layer's stream is hidden_states + residual: each norm adds the two itself."""
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(positions, hidden_states, forward_batch)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.mlp(hidden_states), residual
+        norm: RMSNorm | None,
+    ) -> torch.Tensor:
+        kv_buffer = forward_batch.attn_backend.kv_pool.get_kv_buffer(self.attn.layer_id)
+        q = self.qkv_proj(
+            hidden_states, norm, self.rotary_emb, positions, kv_buffer, forward_batch.out_cache_loc
+        )
+        return self.o_proj(self.attn(q, forward_batch).flatten(1), residual=hidden_states)
+
+
+class LlamaDecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layer_id: int, rotary_emb: RotaryEmbedding, kernels: Any):
+        super().__init__()
+        self.self_attn = LlamaAttention(config, layer_id, rotary_emb, kernels)
+        self.mlp = LlamaMLP(config, kernels)
+        self.input_layernorm: RMSNorm | None = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """hidden_states [rows, hidden] is the residual stream, in and out."""
+        hidden_states = self.self_attn(positions, hidden_states, forward_batch, self.input_layernorm)
+        return self.mlp(hidden_states, self.post_attention_layernorm)
 
     def checkpoint_views(self, prefix: str) -> dict[str, torch.Tensor]:
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
@@ -88,7 +76,7 @@ class LlamaDecoderLayer(nn.Module):
         )
         views |= self.mlp.gate_up_proj.checkpoint_views(mlp) | self.mlp.down_proj.checkpoint_views(mlp)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            if isinstance(norm := getattr(self, name), RMSNorm):
+            if (norm := getattr(self, name)) is not None:
                 views[f"{prefix}{name}.weight"] = norm.weight
         return views
 
@@ -99,7 +87,7 @@ class LlamaModel(nn.Module):
         self.embed_tokens = nn.Parameter(
             torch.empty(config.vocab_size, config.hidden_size), requires_grad=False
         )
-        rotary_emb = RotaryEmbedding(config, kernels)
+        rotary_emb = RotaryEmbedding(config)
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, i, rotary_emb, kernels) for i in range(config.num_hidden_layers)
         )
@@ -108,10 +96,10 @@ class LlamaModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        hidden_states, residual = F.embedding(input_ids, self.embed_tokens), None
+        hidden_states = F.embedding(input_ids, self.embed_tokens)
         for layer in self.layers:
-            hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
-        return self.norm(hidden_states, residual)[0]
+            hidden_states = layer(positions, hidden_states, forward_batch)
+        return self.norm(hidden_states)
 
 
 class LlamaForCausalLM(nn.Module):

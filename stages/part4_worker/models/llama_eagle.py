@@ -28,12 +28,12 @@ class LlamaForCausalLMEagle(nn.Module):
     def __init__(self, config: ModelConfig, kernels: Any):
         super().__init__()
         hidden = config.hidden_size
-        self.fc = MergedLinear(2 * hidden, {"fc": hidden}, bias=config.fc_bias)
-        rotary_emb = RotaryEmbedding(config, kernels)
+        self.fc = MergedLinear(2 * hidden, {"fc": hidden}, config.fc_bias, kernels)
+        rotary_emb = RotaryEmbedding(config)
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, i, rotary_emb, kernels) for i in range(config.num_hidden_layers)
         )
-        self.layers[0].input_layernorm = nn.Identity()
+        self.layers[0].input_layernorm = None
         self.logits_processor = LogitsProcessor(kernels)
 
     def set_embed_and_head(self, embed: torch.Tensor, head: torch.Tensor) -> None:
@@ -46,10 +46,10 @@ class LlamaForCausalLMEagle(nn.Module):
         fused = torch.cat(
             [F.embedding(input_ids, self.embed_tokens), forward_batch.spec_info.hidden_states], dim=-1
         )
-        hidden_states, residual = self.fc(fused), None
+        hidden_states = self.fc(fused)
         for layer in self.layers:
-            hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
-        return self.logits_processor(hidden_states + residual, self.lm_head, forward_batch)
+            hidden_states = layer(positions, hidden_states, forward_batch)
+        return self.logits_processor(hidden_states, self.lm_head, forward_batch)
 
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         views = self.fc.checkpoint_views("")

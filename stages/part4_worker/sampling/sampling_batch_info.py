@@ -112,6 +112,11 @@ class SamplingBatchInfo:
         self._ints = np.concatenate((self._ints, other._ints), axis=1)
         self._rows_changed()
 
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Every request takes the likeliest token of the model's own logits."""
+        return self.is_all_greedy and self.penalties is None
+
     def append_tokens(self, tokens: torch.Tensor, lens: torch.Tensor) -> None:
         """Tell the penalties which output tokens were committed; does nothing without penalties.
 

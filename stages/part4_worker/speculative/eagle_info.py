@@ -6,14 +6,19 @@ EagleVerifyOutput live for one step.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from ..layers.logits_processor import LogitsProcessorOutput
 from ..layers.sampler import target_probs
 from ..sampling.sampling_batch_info import SamplingBatchInfo
+
+if TYPE_CHECKING:
+    from ..managers.tp_worker import GenerationBatchResult
 
 
 @dataclass
@@ -32,6 +37,16 @@ class EagleDraftInput:
         for name in self._ROWS:
             setattr(self, name, getattr(self, name)[index])
 
+    def rows(self, count: int) -> EagleDraftInput:
+        """Views of the first `count` rows."""
+        return EagleDraftInput(*(getattr(self, name)[:count] for name in self._ROWS))
+
+    def copy_(self, other: EagleDraftInput) -> None:
+        """Overwrite the first rows with those of `other`."""
+        for name in self._ROWS:
+            rows = getattr(other, name)
+            getattr(self, name)[: len(rows)].copy_(rows)
+
     def merge_batch(self, other: EagleDraftInput) -> None:
         for name in self._ROWS:
             setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
@@ -46,7 +61,16 @@ class EagleStep:
     output_positions: torch.Tensor  # [bs] output tokens so far
     draft_slots: torch.Tensor  # [bs, topk · (steps − 1)] scratch: free again before verification allocates
     verify_slots: torch.Tensor  # [bs, n]
-    request_ids: torch.Tensor  # [bs + 1] 0 … bs
+
+    def first_rows(self, width: int) -> torch.Tensor:
+        """First row of each request where every request has `width` rows, [bs + 1]."""
+        bs, device = len(self.seq_lens), self.seq_lens.device
+        return torch.arange(0, (bs + 1) * width, width, device=device)
+
+    def request_of_rows(self, width: int) -> torch.Tensor:
+        """The request that each row belongs to, [bs · width]."""
+        bs, device = len(self.seq_lens), self.seq_lens.device
+        return torch.arange(bs, device=device).repeat_interleave(width, output_size=bs * width)
 
 
 @dataclass
@@ -63,25 +87,37 @@ class EagleVerifyInput:
 
     def accept(
         self,
-        logits: torch.Tensor,
-        info: SamplingBatchInfo,
+        logits_output: LogitsProcessorOutput,
+        info: SamplingBatchInfo | None,
         max_depth: int,
         threshold_single: float,
         threshold_acc: float,
         kernels: Any,
     ) -> EagleVerifyOutput:
-        """Walk each tree along what the target would have said itself, given its `logits` [bs · n, vocab]."""
+        """Walk each tree along what the target would have said itself.
+
+        `logits_output` has the target's logits [bs · n, vocab] or, for a greedy batch, only the best token of
+        each row; `info` may then be None.
+        """
         bs, n = self.draft_token.shape
-        row_to_req = self.step.request_ids[:-1].repeat_interleave(n)  # [bs · n]
-        depth = self.positions - self.step.seq_lens[row_to_req]
-        if info.penalties is not None:
-            path_tokens, path_lens = self.paths()
-            output_positions = self.step.output_positions[row_to_req] + depth
-            logits = info.apply_logits_bias(logits, output_positions, row_to_req, path_tokens, path_lens)
         tree = (self.retrieve_index, self.retrieve_next_token, self.retrieve_next_sibling)
-        if info.is_all_greedy:
-            target_predict = kernels.argmax(logits).view(bs, n)
-            walked = kernels.verify_tree_greedy(self.draft_token, target_predict, *tree, max_depth)
+        logits = logits_output.next_token_logits
+        if logits is None:
+            is_finite, target_predict = torch.isfinite(logits_output.topk_p[:, 0]), logits_output.topk_index
+        else:
+            is_finite, target_predict = torch.isfinite(logits.sum(-1)), None
+            row_to_req = self.step.request_of_rows(n)
+            if info.penalties is not None:
+                path_tokens, path_lens = self.paths()
+                depth = self.positions - self.step.seq_lens[row_to_req]
+                output_positions = self.step.output_positions[row_to_req] + depth
+                logits = info.apply_logits_bias(logits, output_positions, row_to_req, path_tokens, path_lens)
+            if info.is_all_greedy:
+                target_predict = kernels.argmax(logits)
+        if target_predict is not None:
+            walked = kernels.verify_tree_greedy(
+                self.draft_token, target_predict.view(bs, n), *tree, max_depth
+            )
         else:
             walked = kernels.tree_speculative_sampling_target_only(
                 self.draft_token,
@@ -96,7 +132,20 @@ class EagleVerifyInput:
         predict, accept_index, accept_length = walked
         accepted = accept_index >= 0
         rows = accept_index.clamp(min=0)
-        return EagleVerifyOutput(rows, accepted, predict[rows] * accepted, accept_length)
+        return EagleVerifyOutput(rows, accepted, predict[rows] * accepted, accept_length, is_finite)
+
+    def rows(self, bs: int) -> EagleVerifyInput:
+        """Views of the first `bs` requests."""
+        step = EagleStep(*(getattr(self.step, f.name)[:bs] for f in dataclasses.fields(EagleStep)))
+        n = self.draft_token.shape[1]
+        per_request = (self.retrieve_index, self.retrieve_next_token, self.retrieve_next_sibling)
+        return EagleVerifyInput(
+            step,
+            self.draft_token[:bs],
+            self.tree_mask[:bs],
+            self.positions[: bs * n],
+            *(t[:bs] for t in per_request),
+        )
 
     def paths(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Drafted tokens on the way to each node, root left out: [bs · n, n − 1], and how many are real."""
@@ -116,8 +165,20 @@ class EagleVerifyOutput:
     accepted: torch.Tensor  # [bs, width] bool: the path reaches this far
     tokens: torch.Tensor  # [bs, width] what the target says after the node, 0 behind the path
     accept_length: torch.Tensor  # [bs] accepted drafts: nodes on the path besides the root
+    is_finite: torch.Tensor  # [bs · n] bool: the target's logits at the node held no NaN or infinity
     # [bs, width] where the node's KV stands now, padding slot behind the path
     slots: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None  # [bs · n, hidden] of the target, at every node
+    result: GenerationBatchResult | None = None  # what the host is told, on its way there
+
+    def copy_(self, other: EagleVerifyOutput) -> None:
+        """Take over what the draft extend needs of `other`; rows that it lacks accept nothing."""
+        bs = len(other.rows)
+        for name in ("rows", "accepted", "tokens", "accept_length", "slots"):
+            mine = getattr(self, name)
+            mine[bs:].zero_()
+            mine[:bs].copy_(getattr(other, name))
+        self.hidden_states[: len(other.hidden_states)].copy_(other.hidden_states)
 
 
 def align_evict_mask_to_page_size(

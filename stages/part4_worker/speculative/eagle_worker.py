@@ -7,7 +7,8 @@ scheduler this is a worker like any other whose steps yield several tokens per r
     verify                              target model, 1 forward of n rows per request under a tree mask
     forward_draft_extend_after_decode   draft model, 1 forward over the accepted tokens
 
-The host waits once per step, at the end, in `commit`: by then all three phases are launched.
+The host waits once per step, at the end, in `commit`: by then all three phases are launched. What it waits
+for is the end of the verification only, so it works while the draft extend runs.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from ..layers.logprobs import LogprobRows, gather_logprobs
 from ..managers.schedule_batch import ScheduleBatch
 from ..managers.tp_worker import GenerationBatchResult, TpModelWorker
 from ..mem_cache.memory_pool import PADDING_SLOT
-from ..model_executor.device_io import upload
+from ..model_executor.cuda_graph_runner import CudaGraphRunner
+from ..model_executor.device_io import Readback, upload
 from ..model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from ..server_args import ServerArgs
 from .build_eagle_tree import Beams, DraftTree, column_bits
+from .eagle_cuda_graphs import EagleCudaGraphs
 from .eagle_info import (
     EagleDraftInput,
     EagleStep,
@@ -58,7 +61,7 @@ class EAGLEWorker(TpModelWorker):
         self.draft_model_runner.model.set_embed_and_head(
             *target_worker.model_runner.model.get_embed_and_head()
         )
-        self._column_bits = column_bits(self._draft_slots_per_req(), self.device)
+        self._column_bits = column_bits(self.draft_slots_per_req(), self.device)
 
     @property
     def draft_model_runner(self):
@@ -66,9 +69,9 @@ class EAGLEWorker(TpModelWorker):
 
     def max_slots_per_step(self) -> int:
         """The most slots a request takes in a step: drafting gives back its own before verifying takes."""
-        return max(self._draft_slots_per_req(), self.speculative_num_draft_tokens)
+        return max(self.draft_slots_per_req(), self.speculative_num_draft_tokens)
 
-    def _draft_slots_per_req(self) -> int:
+    def draft_slots_per_req(self) -> int:
         # The first level needs no forward: its tokens come out of the draft extend before it.
         return self.topk * (self.speculative_num_steps - 1)
 
@@ -81,9 +84,14 @@ class EAGLEWorker(TpModelWorker):
             self.forward_draft_extend(batch, forward_batch, result.next_token_ids[:, 0])
             return result
         verify_input = self.draft(batch)
-        logits_output, verify_output = self.verify(batch, verify_input)
-        self.forward_draft_extend_after_decode(batch, verify_input.step, logits_output, verify_output)
-        return self.commit(batch, logits_output, verify_output)
+        verify_output = self.verify(batch, verify_input)
+        self.forward_draft_extend_after_decode(batch, verify_input, verify_output)
+        return self.commit(batch, verify_output)
+
+    def init_cuda_graphs(self, graphs: CudaGraphRunner) -> None:
+        """Record a round of each size: draft, verify, draft extend."""
+        self.graphs = graphs
+        self.round_graphs = EagleCudaGraphs(self, graphs)
 
     # ---- prefill ----
 
@@ -105,6 +113,7 @@ class EAGLEWorker(TpModelWorker):
             input_ids=shifted,
             spec_info=EagleDraftInput(forward_batch.hidden_states),
             capture_hidden_mode=CaptureHiddenMode.LAST,
+            topk=self.topk,
             input_logprobs=None,
         )
         batch.spec_info = self.capture_for_decode(
@@ -121,38 +130,42 @@ class EAGLEWorker(TpModelWorker):
 
     def draft(self, batch: ScheduleBatch) -> EagleVerifyInput:
         """Grow a tree of drafts behind every request's last token and choose the nodes to verify."""
-        step = self._allocate(batch)
-        draft_input = batch.spec_info
-        if self._draft_slots_per_req():
-            self._enter_slots(step, step.draft_slots)
-        tree = self.draft_forward(step, draft_input)
-        selected, tokens, parents = tree.select(self.speculative_num_draft_tokens - 1, self.kernels)
-        built = self.kernels.build_tree(selected, parents, self.topk, step.seq_lens)
-        draft_token = torch.cat([draft_input.verified_id[:, None], tokens], dim=1)  # [bs, n]
-        return EagleVerifyInput(step, draft_token, *built)
+        arrays = self._allocate(batch)
+        size = self.graphs.padded_size(batch.batch_size())
+        if size is not None:
+            return self.round_graphs.draft(size, arrays, batch.spec_info)
+        return self.draft_forward(EagleStep(*upload(self.device, *arrays)), batch.spec_info)
 
-    def _allocate(self, batch: ScheduleBatch) -> EagleStep:
+    def _allocate(self, batch: ScheduleBatch) -> tuple[np.ndarray, ...]:
         """Slots for every beam that is run, taken back at once, then slots to verify in: often the same ones.
 
         The drafts' KV is scratch and dead when verification begins, so nothing has to wait: the host
-        takes both allocations first and sends all a step needs in one upload.
+        takes both allocations first and sends all a step needs, the fields of EagleStep, in one upload.
         """
         bs, seq_lens = batch.batch_size(), batch.seq_lens
         allocator = batch.token_to_kv_pool_allocator
         backup = allocator.backup_state()
-        draft_slots = batch.alloc_extend_slots(seq_lens, seq_lens + self._draft_slots_per_req())
+        draft_slots = batch.alloc_extend_slots(seq_lens, seq_lens + self.draft_slots_per_req())
         allocator.restore_state(backup)
         verify_slots = batch.alloc_extend_slots(seq_lens, seq_lens + self.speculative_num_draft_tokens)
         batch.out_cache_loc = verify_slots.reshape(bs, -1)
-        arrays = (
+        return (
             batch.req_pool_indices,
             seq_lens,
             batch.output_positions(),
-            draft_slots.reshape(bs, self._draft_slots_per_req()),
+            draft_slots.reshape(bs, self.draft_slots_per_req()),
             batch.out_cache_loc,
-            np.arange(bs + 1),
         )
-        return EagleStep(*upload(self.device, *arrays))
+
+    def draft_forward(self, step: EagleStep, draft_input: EagleDraftInput) -> EagleVerifyInput:
+        """The device's part of drafting."""
+        if self.draft_slots_per_req():
+            self._enter_slots(step, step.draft_slots)
+        tree = self._grow(step, draft_input)
+        selected, tokens, parents = tree.select(self.speculative_num_draft_tokens - 1, self.kernels)
+        built = self.kernels.build_tree(selected, parents, self.topk, step.seq_lens)
+        draft_token = torch.cat([draft_input.verified_id[:, None], tokens], dim=1)  # [bs, n]
+        return EagleVerifyInput(step, draft_token, *built)
 
     def _enter_slots(self, step: EagleStep, slots: torch.Tensor) -> None:
         """Write `slots` [bs, width] into the table of requests, from position S on."""
@@ -160,7 +173,7 @@ class EAGLEWorker(TpModelWorker):
         table = self.draft_model_runner.req_to_token_pool.req_to_token
         self.kernels.assign_req_to_token(table, step.req_pool_indices, step.seq_lens, slots, widths)
 
-    def draft_forward(self, step: EagleStep, draft_input: EagleDraftInput) -> DraftTree:
+    def _grow(self, step: EagleStep, draft_input: EagleDraftInput) -> DraftTree:
         """`steps` levels in steps − 1 forwards; each beam attends to its own ancestors."""
         tree = DraftTree(self.topk)
         beams = tree.first_level(draft_input.topk_p, draft_input.topk_index, draft_input.hidden_states)
@@ -200,26 +213,40 @@ class EAGLEWorker(TpModelWorker):
             prefix_lens=step.seq_lens,
             seq_lens=step.seq_lens + (first + self.topk),
             out_cache_loc=step.draft_slots[:, first : first + self.topk].flatten(),
-            q_start_loc=step.request_ids * self.topk,
+            q_start_loc=step.first_rows(self.topk),
             max_q_len=self.topk,
             attn_backend=self.draft_model_runner.attn_backend,
             tree_mask=ancestors,
             capture_hidden_mode=CaptureHiddenMode.FULL,
+            topk=self.topk,
             spec_info=EagleDraftInput(beams.hidden_states.flatten(0, 1)),
         )
 
     def _propose(self, logits_output: LogitsProcessorOutput) -> tuple[torch.Tensor, torch.Tensor]:
         """Probabilities and ids of the topk likeliest next tokens, [rows, topk] each."""
-        topk_p, topk_index = self.kernels.topk_softmax(logits_output.next_token_logits, self.topk)
         # A draft that yields NaN proposes badly; it must not break the tree's order.
-        return topk_p.nan_to_num(0.0), topk_index
+        return logits_output.topk_p.nan_to_num(0.0), logits_output.topk_index
 
     # ---- verify ----
 
-    def verify(
-        self, batch: ScheduleBatch, verify_input: EagleVerifyInput
-    ) -> tuple[LogitsProcessorOutput, EagleVerifyOutput]:
+    def verify(self, batch: ScheduleBatch, verify_input: EagleVerifyInput) -> EagleVerifyOutput:
         """One target forward over all nodes, then each request's path, its KV put where it is looked for."""
+        greedy = batch.sampling_info.is_plain_greedy and not batch.return_logprob
+        size = self.graphs.padded_size(batch.batch_size())
+        if size is None:
+            return self.verify_forward(verify_input, greedy, batch)
+        if greedy and not batch.return_hidden_states:
+            return self.round_graphs.verify(size)
+        return self.round_graphs.verify_with_logits(size, verify_input, batch)
+
+    def verify_forward(
+        self, verify_input: EagleVerifyInput, greedy: bool, batch: ScheduleBatch | None
+    ) -> EagleVerifyOutput:
+        """The device's part of verifying. `batch` may be None for a greedy batch that wants nothing else."""
+        logits_output = self.target_forward(verify_input, topk=1 if greedy else None)
+        return self.accept(verify_input, logits_output, batch)
+
+    def target_forward(self, verify_input: EagleVerifyInput, topk: int | None) -> LogitsProcessorOutput:
         step, n = verify_input.step, self.speculative_num_draft_tokens
         self._enter_slots(step, step.verify_slots)
         target = self.target_worker.model_runner
@@ -231,24 +258,46 @@ class EAGLEWorker(TpModelWorker):
             prefix_lens=step.seq_lens,
             seq_lens=step.seq_lens + n,
             out_cache_loc=step.verify_slots.flatten(),
-            q_start_loc=step.request_ids * n,
+            q_start_loc=step.first_rows(n),
             max_q_len=n,
             attn_backend=target.attn_backend,
             tree_mask=verify_input.tree_mask,
             capture_hidden_mode=CaptureHiddenMode.FULL,
+            topk=topk,
         )
-        logits_output = target.forward(forward_batch)
-        verify_output = verify_input.accept(
-            logits_output.next_token_logits,
-            batch.sampling_info,
+        return target.forward(forward_batch)
+
+    def accept(
+        self,
+        verify_input: EagleVerifyInput,
+        logits_output: LogitsProcessorOutput,
+        batch: ScheduleBatch | None,
+        readback: Readback | None = None,
+    ) -> EagleVerifyOutput:
+        """Choose the paths, settle their KV, and send what the host must know on its way."""
+        output = verify_input.accept(
+            logits_output,
+            None if batch is None else batch.sampling_info,
             self.max_path,
             self.server_args.speculative_accept_threshold_single,
             self.server_args.speculative_accept_threshold_acc,
             self.kernels,
         )
-        batch.sampling_info.append_tokens(verify_output.tokens, verify_output.accept_length + 1)
-        self._settle_accepted(step, verify_output)
-        return logits_output, verify_output
+        if batch is not None:
+            batch.sampling_info.append_tokens(output.tokens, output.accept_length + 1)
+        self._settle_accepted(verify_input.step, output)
+        rows, n = output.rows, self.speculative_num_draft_tokens
+        output.hidden_states = logits_output.hidden_states
+        output.result = GenerationBatchResult(
+            next_token_ids=output.tokens,
+            is_finite=(output.is_finite[rows] | ~output.accepted).all(dim=-1),
+            accept_index=torch.where(output.accepted, rows % n, -1),
+            logprobs=None if batch is None else self._score(batch, logits_output.next_token_logits, output),
+            hidden_states=logits_output.hidden_states[rows.flatten()].float()
+            if batch is not None and batch.return_hidden_states
+            else None,
+        ).start_read(readback)
+        return output
 
     def _settle_accepted(self, step: EagleStep, output: EagleVerifyOutput) -> None:
         """Make positions S … S + accept_length name the accepted nodes' KV.
@@ -272,19 +321,22 @@ class EAGLEWorker(TpModelWorker):
     # ---- draft extend ----
 
     def forward_draft_extend_after_decode(
-        self,
-        batch: ScheduleBatch,
-        step: EagleStep,
-        logits_output: LogitsProcessorOutput,
-        output: EagleVerifyOutput,
+        self, batch: ScheduleBatch, verify_input: EagleVerifyInput, output: EagleVerifyOutput
     ) -> None:
-        """Rewrite the draft's KV at accepted positions from true hidden states; propose the next tokens.
+        """Rewrite the draft's KV at accepted positions from true hidden states; propose the next tokens."""
+        size = self.graphs.padded_size(batch.batch_size())
+        if size is not None:
+            batch.spec_info = self.round_graphs.draft_extend(size, batch.batch_size())
+        else:
+            batch.spec_info = self.draft_extend_forward(verify_input.step, output)
+
+    def draft_extend_forward(self, step: EagleStep, output: EagleVerifyOutput) -> EagleDraftInput:
+        """The device's part of the draft extend.
 
         Every request gets `width` rows, whatever it accepted, so that nothing has to be read back;
         rows behind its path write to the padding slot and are seen by nobody.
         """
         width = output.rows.shape[1]
-        flat_rows = output.rows.flatten()
         column = torch.arange(width, device=self.device)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.DRAFT_EXTEND,
@@ -294,34 +346,23 @@ class EAGLEWorker(TpModelWorker):
             prefix_lens=step.seq_lens,
             seq_lens=step.seq_lens + output.accept_length + 1,
             out_cache_loc=output.slots.flatten(),
-            q_start_loc=step.request_ids * width,
+            q_start_loc=step.first_rows(width),
             max_q_len=width,
             attn_backend=self.draft_model_runner.attn_backend,
-            last_rows=step.request_ids[:-1] * width + output.accept_length,
+            last_rows=step.first_rows(width)[:-1] + output.accept_length,
             capture_hidden_mode=CaptureHiddenMode.LAST,
-            spec_info=EagleDraftInput(logits_output.hidden_states[flat_rows]),
+            topk=self.topk,
+            spec_info=EagleDraftInput(output.hidden_states[output.rows.flatten()]),
         )
         verified_id = output.tokens.gather(1, output.accept_length[:, None])[:, 0]
-        batch.spec_info = self.capture_for_decode(self.draft_model_runner.forward(forward_batch), verified_id)
+        return self.capture_for_decode(self.draft_model_runner.forward(forward_batch), verified_id)
 
     # ---- the host catches up ----
 
-    def commit(
-        self, batch: ScheduleBatch, logits_output: LogitsProcessorOutput, output: EagleVerifyOutput
-    ) -> GenerationBatchResult:
+    def commit(self, batch: ScheduleBatch, output: EagleVerifyOutput) -> GenerationBatchResult:
         """Read the step's result, append what each request accepted up to its end, free the other slots."""
         n = self.speculative_num_draft_tokens
-        logits, rows = logits_output.next_token_logits, output.rows
-        finite = torch.isfinite(logits.sum(-1))[rows] | ~output.accepted
-        result = GenerationBatchResult(
-            next_token_ids=output.tokens,
-            is_finite=finite.all(dim=-1),
-            accept_index=torch.where(output.accepted, rows % n, -1),
-            logprobs=self._score(batch, logits, output),
-            hidden_states=logits_output.hidden_states[rows.flatten()].float()
-            if batch.return_hidden_states
-            else None,
-        ).read()
+        result = output.result.read()
         table = batch.req_to_token_pool.req_to_token_host
         evict_mask = np.ones((len(batch.reqs), n), dtype=bool)
         kept = np.zeros(len(batch.reqs), dtype=np.int64)

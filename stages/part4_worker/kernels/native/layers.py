@@ -1,7 +1,7 @@
-"""Row-wise layer arithmetic in plain PyTorch: RMSNorm with residual, rotary embedding, SiLU-and-mul.
+"""Row-wise layer arithmetic in plain PyTorch: RMSNorm, rotary embedding with the KV store, SiLU-and-mul.
 
-Restates what sgl-kernel's rmsnorm, fused_add_rmsnorm, apply_rope and silu_and_mul compute. Sums and products
-are taken in float32 whatever the input type; nothing is modified in place.
+Restates what sgl-kernel's rmsnorm, apply_rope and silu_and_mul compute, and set_kv_buffer of upstream's
+mem_cache/memory_pool.py. Sums and products are taken in float32 whatever the input type.
 """
 
 from __future__ import annotations
@@ -10,24 +10,19 @@ import torch
 import torch.nn.functional as F
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None):
-    """RMSNorm over the last dimension, optionally after adding a residual.
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension.
 
     Args:
         x: [rows, hidden].
         weight: [hidden].
         eps: added to the mean square.
-        residual: [rows, hidden] or None.
 
-    Returns:
-        y [rows, hidden], or (y, x + residual) where the sum is rounded to x's type before it is normed.
+    Returns [rows, hidden] in x's type.
     """
-    if residual is not None:
-        x = (x.float() + residual.float()).to(x.dtype)
     x32 = x.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)  # [rows, 1]
-    y = (x32 * scale * weight.float()).to(x.dtype)
-    return y if residual is None else (y, x)
+    return (x32 * scale * weight.float()).to(x.dtype)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -35,21 +30,32 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def apply_rotary(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary embedding, half-split (neox) style.
+def rotary_store(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    loc: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate queries and keys, half-split (neox) style; write keys and values into the pool.
 
     Args:
-        q, k: [rows, q_heads, D] and [rows, kv_heads, D]; may be views of one fused projection.
+        qkv: [rows, (q_heads + 2 · kv_heads) · D], queries first, then keys, then values.
         positions: [rows] int64.
         cos_sin_cache: float32 [max_position, D], cosines in the first half, sines in the second.
+        k_cache, v_cache: [slots, kv_heads, D], written.
+        loc: [rows] int64 slot of each row. Only the padding slot 0 may occur more than once.
 
-    Returns:
-        Rotated q and k, new contiguous tensors.
+    Returns the rotated queries, [rows, q_heads, D], a new tensor.
     """
+    kv_heads, dim = k_cache.shape[1:]
+    heads = qkv.view(len(qkv), -1, dim)
+    q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)  # [rows, 1, D / 2]
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    k_cache.index_copy_(0, loc, _rotate(k, cos, sin).to(k_cache.dtype))
+    v_cache.index_copy_(0, loc, v.to(v_cache.dtype))
+    return _rotate(q, cos, sin)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,11 @@
 
 from ..host_metadata import HostMetadata
 from .attention import attention
-from .kv_cache import assign_req_to_token, store_kv
-from .layers import apply_rotary, rms_norm, silu_and_mul
+from .fused_linear import linear, linear_float32, norm_gate_up, norm_qkv_rotary_store
+from .layers import rms_norm, rotary_store, silu_and_mul
+from .lm_head import linear_topk
 from .random import USE_ACCEPT, USE_SAMPLE, philox_uniform
+from .req_to_token import assign_req_to_token
 from .sampling import sample_from_probs
 from .topk import argmax, top_k, topk_softmax
 from .tree import build_tree
@@ -14,16 +16,20 @@ __all__ = [
     "USE_ACCEPT",
     "USE_SAMPLE",
     "HostMetadata",
-    "apply_rotary",
     "argmax",
     "assign_req_to_token",
     "attention",
     "build_tree",
+    "linear",
+    "linear_float32",
+    "linear_topk",
+    "norm_gate_up",
+    "norm_qkv_rotary_store",
     "philox_uniform",
     "rms_norm",
+    "rotary_store",
     "sample_from_probs",
     "silu_and_mul",
-    "store_kv",
     "top_k",
     "topk_softmax",
     "tree_speculative_sampling_target_only",

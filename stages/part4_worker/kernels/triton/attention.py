@@ -1,4 +1,8 @@
-"""Attention over the KV pool in Triton: one program per request, KV head and block of query rows.
+"""Attention over the KV pool in Triton: one program per request, KV head, block of query rows and split.
+
+A small batch has few such programs and a long context keeps each of them busy for long, so the prefix is then
+split among several. Each split leaves its part of the softmax in scratch memory and draws a ticket; whoever
+draws the last one combines the parts. Tickets go back to zero by themselves, so a CUDA graph can replay them.
 
 Restates upstream's layers/attention/triton_ops/{decode,extend}_attention.py with one kernel for decoding,
 prefill and tree verification. The query heads of a group are folded into the rows of one tile, so keys and
@@ -7,14 +11,18 @@ values are read once per group and heads need not be a power of two.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from ..host_metadata import HostMetadata
-from .launch import row_strided
+from .launch import begin, dependent, row_strided, wait_for_inputs
 
 _BLOCK_N = 64  # a tile of tree columns is then one word of the mask
+_PROGRAMS = 96  # splitting goes on until about so many programs share a launch
+_MAX_SPLITS = 16
 _LOG2_E = 1.4426950408889634
 
 
@@ -72,6 +80,8 @@ def _attention_kernel(
     kv_lens,
     q_start_loc,
     tree_mask,
+    parts,
+    tickets,
     factor,
     q_stride,
     k_stride,
@@ -88,12 +98,17 @@ def _attention_kernel(
     HAS_MASK: tl.constexpr,
     WORDS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
+    wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    first_row = tl.program_id(2) * BLOCK_M
-    begin = tl.load(q_start_loc + request)
-    q_len = (tl.load(q_start_loc + request + 1) - begin).to(tl.int32)
+    first_row = tl.program_id(2) // SPLITS * BLOCK_M
+    part = tl.program_id(2) % SPLITS
+    begin_row = tl.load(q_start_loc + request)
+    q_len = (tl.load(q_start_loc + request + 1) - begin_row).to(tl.int32)
     if first_row >= q_len * GROUP:
         return
     prefix = tl.load(prefix_lens + request).to(tl.int32)
@@ -110,7 +125,9 @@ def _attention_kernel(
     io_mask = row_inside[:, None] & (dim[None, :] < D)
     head = kv_head * GROUP + m % GROUP
     query = tl.load(
-        q + (begin + token)[:, None] * q_stride + (head * D)[:, None] + dim[None, :], mask=io_mask, other=0
+        q + (begin_row + token)[:, None] * q_stride + (head * D)[:, None] + dim[None, :],
+        mask=io_mask,
+        other=0,
     )
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -125,7 +142,8 @@ def _attention_kernel(
         split = tl.minimum(prefix + first_row // GROUP + 1, kv_len) // BLOCK_N * BLOCK_N
         last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
         stop = tl.minimum(prefix + last_token + 1, kv_len)
-    for start in range(0, split, BLOCK_N):
+    share = tl.cdiv(tl.cdiv(split, BLOCK_N), SPLITS) * BLOCK_N
+    for start in range(part * share, tl.minimum((part + 1) * share, split), BLOCK_N):
         position = start + column
         inside = position < split
         slot = _slots(table, position, inside, PAGE)
@@ -133,7 +151,7 @@ def _attention_kernel(
             query, acc, top, total, k_head, v_head, slot, inside, inside[None, :], k_stride, factor,
             D, BLOCK_D, PRECISION,
         )  # fmt: skip
-    for start in range(split, stop, BLOCK_N):
+    for start in range(split if part == SPLITS - 1 else stop, stop, BLOCK_N):
         position = start + column
         inside = position < stop
         slot = _slots(table, position, inside, PAGE)
@@ -152,9 +170,43 @@ def _attention_kernel(
             D, BLOCK_D, PRECISION,
         )  # fmt: skip
 
+    if SPLITS > 1:
+        # Rows of scratch: a part's sums, then its largest scores, then its totals.
+        group = (request * KV_HEADS + kv_head) * (tl.num_programs(2) // SPLITS) + tl.program_id(2) // SPLITS
+        cell = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + dim[None, :]
+        SIZE: tl.constexpr = BLOCK_M * (BLOCK_D + 2)
+        mine = parts + (group * SPLITS + part) * SIZE
+        tl.store(mine + cell, acc)
+        tl.store(mine + BLOCK_M * BLOCK_D + tl.arange(0, BLOCK_M), top)
+        tl.store(mine + BLOCK_M * (BLOCK_D + 1) + tl.arange(0, BLOCK_M), total)
+        tl.debug_barrier()  # all of this program's stores come before its ticket
+        ticket = tl.atomic_add(tickets + group, 1, sem="acq_rel")
+        if ticket < SPLITS - 1:
+            return
+        tl.debug_barrier()
+        tl.store(tickets + group, 0)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for other in tl.static_range(SPLITS):
+            theirs = parts + (group * SPLITS + other) * SIZE
+            peak = tl.load(theirs + BLOCK_M * BLOCK_D + tl.arange(0, BLOCK_M), volatile=True)
+            count = tl.load(theirs + BLOCK_M * (BLOCK_D + 1) + tl.arange(0, BLOCK_M), volatile=True)
+            new_top = tl.maximum(top, peak)
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            decay, weight = tl.exp2(top - base), tl.exp2(peak - base)
+            total = total * decay + count * weight
+            acc = acc * decay[:, None] + tl.load(theirs + cell, volatile=True) * weight[:, None]
+            top = new_top
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    target = ((begin + token) * (KV_HEADS * GROUP) + head) * D
+    target = ((begin_row + token) * (KV_HEADS * GROUP) + head) * D
     tl.store(out + target[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=io_mask)
+
+
+@functools.cache
+def _tickets(device: torch.device) -> torch.Tensor:
+    """One counter for each group of splits; zero between launches. A capture's warm-up makes them."""
+    return torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
 
 
 def attention(
@@ -188,7 +240,16 @@ def attention(
     block_m = next((size for size in (16, 32, 64) if tile_rows <= size), 128)
     block_m = min(block_m, 32) if exact else block_m
     mask = req_pool_indices if tree_mask is None else row_strided(tree_mask)
-    _attention_kernel[(bs, kv_heads, triton.cdiv(tile_rows, block_m))](
+    blocks = triton.cdiv(tile_rows, block_m)
+    groups = bs * kv_heads * blocks
+    programs = _PROGRAMS if q.is_cuda else 4  # the interpreter runs them one after another
+    splits = min(_MAX_SPLITS, triton.next_power_of_2(max(1, programs // groups)))
+    tickets = _tickets(q.device)
+    parts = tickets
+    if splits > 1:
+        block_d = max(16, triton.next_power_of_2(dim))
+        parts = torch.empty(groups * splits * block_m * (block_d + 2), dtype=torch.float32, device=q.device)
+    _attention_kernel[(bs, kv_heads, blocks * splits)](
         q,
         k_cache,
         v_cache,
@@ -196,6 +257,8 @@ def attention(
         req_to_token,
         *(t.contiguous() for t in (req_pool_indices, prefix_lens, kv_lens, q_start_loc)),
         mask,
+        parts,
+        tickets,
         scale * _LOG2_E,
         q.stride(0),
         k_cache.stride(0),
@@ -212,7 +275,9 @@ def attention(
         HAS_MASK=tree_mask is not None,
         WORDS=0 if tree_mask is None else mask.shape[2],
         PRECISION="ieee" if exact else "tf32",
+        SPLITS=splits,
         num_warps=8 if block_m > 64 or (exact and block_m > 16) else 4,
         num_stages=2,
+        **dependent(q),
     )
     return out

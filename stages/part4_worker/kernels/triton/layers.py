@@ -1,4 +1,4 @@
-"""RMSNorm with residual, rotary embedding and SiLU-and-mul in Triton, one program per row.
+"""RMSNorm, rotary embedding with the KV store and SiLU-and-mul in Triton, one program per row.
 
 A row of these models fits into registers, so each value is read and written once.
 """
@@ -13,126 +13,113 @@ from .launch import row_strided
 
 
 @triton.jit
-def _rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    y,
-    summed,
-    x_stride,
-    residual_stride,
-    eps,
-    HIDDEN: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _rms_norm_kernel(x, weight, y, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     value = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32)
-    if HAS_RESIDUAL:
-        value += tl.load(residual + row * residual_stride + column, mask=inside, other=0).to(tl.float32)
-        rounded = value.to(summed.dtype.element_ty)
-        tl.store(summed + row * HIDDEN + column, rounded, mask=inside)
-        value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / HIDDEN + eps)
     factor = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
     tl.store(y + row * HIDDEN + column, (value * scale * factor).to(y.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None):
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See the native twin."""
     rows, hidden = x.shape
     x = row_strided(x)
     y = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
-    summed = y if residual is None else torch.empty_like(y)
-    second = x if residual is None else row_strided(residual)
     if rows:
         _rms_norm_kernel[(rows,)](
             x,
-            second,
             weight,
             y,
-            summed,
             x.stride(0),
-            second.stride(0),
             eps,
             HIDDEN=hidden,
-            HAS_RESIDUAL=residual is not None,
             BLOCK=triton.next_power_of_2(hidden),
             num_warps=4 if hidden <= 4096 else 8,
         )
-    return y if residual is None else (y, summed)
+    return y
 
 
 @triton.jit
-def _rotate_heads(
-    x, out, row, stride, cos, sin, half, HEADS: tl.constexpr, D: tl.constexpr, H2: tl.constexpr
-):
-    """Rotate all heads of one row; cos and sin are [1, D / 2]."""
-    head = tl.arange(0, H2)[:, None]
-    inside = (head < HEADS) & (half < D // 2)
-    source = x + row * stride + head * D + half
-    first = tl.load(source, mask=inside, other=0).to(tl.float32)
-    second = tl.load(source + D // 2, mask=inside, other=0).to(tl.float32)
-    target = out + (row * HEADS + head) * D + half
-    tl.store(target, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)
-    tl.store(target + D // 2, (second * cos + first * sin).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _rotary_kernel(
-    q,
-    k,
+def _rotary_store_kernel(
+    qkv,
     q_out,
-    k_out,
+    k_cache,
+    v_cache,
     positions,
     cos_sin_cache,
-    q_stride,
-    k_stride,
+    loc,
+    qkv_stride,
+    cache_stride,
     Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     D: tl.constexpr,
-    Q2: tl.constexpr,
-    K2: tl.constexpr,
+    HEADS2: tl.constexpr,
     HALF2: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF2)[None, :]
+    head = tl.arange(0, HEADS2)[:, None]
+    inside = (head < Q_HEADS + 2 * KV_HEADS) & (half < D // 2)
     angles = cos_sin_cache + tl.load(positions + row) * D + half
     cos = tl.load(angles, mask=half < D // 2, other=0)
     sin = tl.load(angles + D // 2, mask=half < D // 2, other=0)
-    _rotate_heads(q, q_out, row, q_stride, cos, sin, half, Q_HEADS, D, Q2)
-    _rotate_heads(k, k_out, row, k_stride, cos, sin, half, K_HEADS, D, K2)
+    slot = tl.load(loc + row)
+    source = qkv + row * qkv_stride + head * D + half
+    first = tl.load(source, mask=inside, other=0).to(tl.float32)
+    second = tl.load(source + D // 2, mask=inside, other=0).to(tl.float32)
+    turns = head < Q_HEADS + KV_HEADS  # values are stored as they are
+    left = tl.where(turns, first * cos - second * sin, first)
+    right = tl.where(turns, second * cos + first * sin, second)
+    store_heads(q_out + row * Q_HEADS * D, head, half, left, right, inside, 0, Q_HEADS, D)
+    row_of_cache = slot * cache_stride
+    store_heads(k_cache + row_of_cache, head, half, left, right, inside, Q_HEADS, KV_HEADS, D)
+    store_heads(v_cache + row_of_cache, head, half, left, right, inside, Q_HEADS + KV_HEADS, KV_HEADS, D)
 
 
-def apply_rotary(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+@triton.jit
+def store_heads(target, head, half, left, right, inside, first_head, HEADS: tl.constexpr, D: tl.constexpr):
+    """Store the two halves of those heads that belong to `target`: HEADS of them, from first_head on."""
+    mine = inside & (head >= first_head) & (head < first_head + HEADS)
+    place = target + (head - first_head) * D + half
+    tl.store(place, left.to(target.dtype.element_ty), mask=mine)
+    tl.store(place + D // 2, right.to(target.dtype.element_ty), mask=mine)
+
+
+def rotary_store(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    loc: torch.Tensor,
+) -> torch.Tensor:
     """See the native twin."""
-    rows, q_heads, dim = q.shape
-    k_heads = k.shape[1]
-    q, k = row_strided(q), row_strided(k)
-    q_out = torch.empty(rows, q_heads, dim, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(rows, k_heads, dim, dtype=k.dtype, device=k.device)
+    rows = len(qkv)
+    kv_heads, dim = k_cache.shape[1:]
+    q_heads = qkv.shape[1] // dim - 2 * kv_heads
+    qkv = row_strided(qkv)
+    q = torch.empty(rows, q_heads, dim, dtype=qkv.dtype, device=qkv.device)
     if rows:
-        _rotary_kernel[(rows,)](
+        _rotary_store_kernel[(rows,)](
+            qkv,
             q,
-            k,
-            q_out,
-            k_out,
+            k_cache,
+            v_cache,
             positions.contiguous(),
             cos_sin_cache,
-            q.stride(0),
-            k.stride(0),
+            loc.contiguous(),
+            qkv.stride(0),
+            k_cache.stride(0),
             Q_HEADS=q_heads,
-            K_HEADS=k_heads,
+            KV_HEADS=kv_heads,
             D=dim,
-            Q2=triton.next_power_of_2(q_heads),
-            K2=triton.next_power_of_2(k_heads),
+            HEADS2=triton.next_power_of_2(q_heads + 2 * kv_heads),
             HALF2=triton.next_power_of_2(dim // 2),
         )
-    return q_out, k_out
+    return q
 
 
 @triton.jit

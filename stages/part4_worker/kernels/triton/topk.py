@@ -11,20 +11,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import row_strided
+from .launch import begin, dependent, row_strided, wait_for_inputs
 
 _BLOCK = 2048
-_NO_KEY = tl.constexpr(-(2**63))
+NO_KEY = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _keys(x, index, inside):
+def sort_keys(x, index, inside):
     """int64 keys that sort as (value, then lower index first) does."""
     value = tl.where(x == 0, 0.0, x)  # -0.0 is equal to 0.0
     bits = value.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = (ordered.to(tl.int64) << 32) | (0xFFFFFFFF - index.to(tl.int64))
-    return tl.where(inside, key, _NO_KEY)
+    return tl.where(inside, key, NO_KEY)
 
 
 @triton.jit
@@ -60,11 +60,11 @@ def _block_kernel(
         base = tl.max(value, 0)
         tl.store(maxima + cell, base)
         tl.store(sums + cell, _sum_exp(value, inside, base))
-    key = _keys(value, index, inside)
+    key = sort_keys(value, index, inside)
     for rank in range(K):
         best = tl.max(key, 0)
         tl.store(keys + cell * K + rank, best)
-        key = tl.where(key == best, _NO_KEY, key)
+        key = tl.where(key == best, NO_KEY, key)
 
 
 @triton.jit
@@ -82,18 +82,21 @@ def _select_kernel(
     SOFTMAX: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS2: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Choose K of COUNT entries: of x itself if BLOCKS is 0, else of what the blocks have named."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     inside = index < COUNT
+    begin(PDL)
+    wait_for_inputs(PDL)
     if BLOCKS == 0:
         x_value = tl.load(x + row * stride + index, mask=inside, other=float("-inf")).to(tl.float32)
-        key = _keys(x_value, index, inside)
+        key = sort_keys(x_value, index, inside)
         base = tl.max(x_value, 0)
         total = _sum_exp(x_value, inside, base) if SOFTMAX else 1.0
     else:
-        key = tl.load(keys + row * COUNT + index, mask=inside, other=_NO_KEY)
+        key = tl.load(keys + row * COUNT + index, mask=inside, other=NO_KEY)
         base = _value(tl.max(key, 0))
         total = 1.0
         if SOFTMAX:
@@ -109,7 +112,44 @@ def _select_kernel(
             value = tl.exp(value - base) / total
         tl.store(values + row * K + rank, value.to(values.dtype.element_ty))
         tl.store(indices + row * K + rank, 0xFFFFFFFF - (best & 0xFFFFFFFF))
-        key = tl.where(key == best, _NO_KEY, key)
+        key = tl.where(key == best, NO_KEY, key)
+
+
+def select(
+    x: torch.Tensor,
+    keys: torch.Tensor,
+    maxima: torch.Tensor,
+    sums: torch.Tensor,
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    blocks: int,
+    softmax: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill values and indices [rows, k] from keys [rows, blocks, k], or from x [rows, n] if blocks is 0.
+
+    With `softmax` values become probabilities, from the maximum and the sum of exponentials of each block
+    [rows, blocks].
+    """
+    rows, k = indices.shape
+    count = blocks * k or x.shape[1]
+    _select_kernel[(rows,)](
+        x,
+        keys,
+        maxima,
+        sums,
+        values,
+        indices,
+        x.stride(0),
+        COUNT=count,
+        BLOCKS=blocks,
+        K=k,
+        SOFTMAX=softmax,
+        BLOCK=triton.next_power_of_2(count),
+        BLOCKS2=triton.next_power_of_2(max(blocks, 1)),
+        num_warps=1 if count <= 64 else 4,
+        **dependent(x),
+    )
+    return values, indices
 
 
 def _largest(x: torch.Tensor, k: int, softmax: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,24 +170,7 @@ def _largest(x: torch.Tensor, k: int, softmax: bool) -> tuple[torch.Tensor, torc
         _block_kernel[(rows, blocks)](
             x, keys, maxima, sums, x.stride(0), N=n, K=k, SOFTMAX=softmax, BLOCK=_BLOCK, num_warps=8
         )
-    count = blocks * k or n
-    _select_kernel[(rows,)](
-        x,
-        keys,
-        maxima,
-        sums,
-        values,
-        indices,
-        x.stride(0),
-        COUNT=count,
-        BLOCKS=blocks,
-        K=k,
-        SOFTMAX=softmax,
-        BLOCK=triton.next_power_of_2(count),
-        BLOCKS2=triton.next_power_of_2(max(blocks, 1)),
-        num_warps=1 if count <= 64 else 4,
-    )
-    return values, indices
+    return select(x, keys, maxima, sums, values, indices, blocks, softmax)
 
 
 def top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

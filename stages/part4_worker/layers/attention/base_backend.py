@@ -27,16 +27,9 @@ class AttentionBackend:
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan once per forward whatever its layers share."""
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
+        """q [rows, heads, head_dim] → the same shape; these rows' keys and values are stored already."""
         k_cache, v_cache = self.kv_pool.get_kv_buffer(layer.layer_id)
-        self.kernels.store_kv(k, v, k_cache, v_cache, forward_batch.out_cache_loc)
         return self.kernels.attention(
             q,
             k_cache,

@@ -1,4 +1,4 @@
-"""Writes to the KV pool and to the request table in Triton."""
+"""Writes to the request table in Triton."""
 
 from __future__ import annotations
 
@@ -7,41 +7,6 @@ import triton
 import triton.language as tl
 
 from .launch import row_strided
-
-
-@triton.jit
-def _store_kv_kernel(
-    k, v, k_cache, v_cache, loc, k_stride, v_stride, cache_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    slot = tl.load(loc + row).to(tl.int64)
-    key = tl.load(k + row * k_stride + column, mask=inside)
-    value = tl.load(v + row * v_stride + column, mask=inside)
-    tl.store(k_cache + slot * cache_stride + column, key.to(k_cache.dtype.element_ty), mask=inside)
-    tl.store(v_cache + slot * cache_stride + column, value.to(v_cache.dtype.element_ty), mask=inside)
-
-
-def store_kv(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, loc: torch.Tensor
-) -> None:
-    """See the native twin."""
-    rows, heads, dim = k.shape
-    k, v = row_strided(k), row_strided(v)
-    if rows:
-        _store_kv_kernel[(rows,)](
-            k,
-            v,
-            k_cache,
-            v_cache,
-            loc.contiguous(),
-            k.stride(0),
-            v.stride(0),
-            k_cache.stride(0),
-            WIDTH=heads * dim,
-            BLOCK=triton.next_power_of_2(heads * dim),
-        )
 
 
 @triton.jit(do_not_specialize=["width"])

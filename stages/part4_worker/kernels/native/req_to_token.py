@@ -1,26 +1,11 @@
-"""Writes to the KV pool and to the request table in plain PyTorch.
+"""Writes to the request table in plain PyTorch.
 
-Restates the indexed writes of upstream's mem_cache/memory_pool.py and the kernel assign_req_to_token_pool of
-speculative/eagle_utils.py (v0.4.6).
+Restates the kernel assign_req_to_token_pool of upstream's speculative/eagle_utils.py (v0.4.6).
 """
 
 from __future__ import annotations
 
 import torch
-
-
-def store_kv(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, loc: torch.Tensor
-) -> None:
-    """Write rows into the pool, in place.
-
-    Args:
-        k, v: [rows, kv_heads, D].
-        k_cache, v_cache: [slots, kv_heads, D], written.
-        loc: [rows] int64 slot of each row. Only the padding slot 0 may occur more than once.
-    """
-    k_cache.index_copy_(0, loc, k.to(k_cache.dtype))
-    v_cache.index_copy_(0, loc, v.to(v_cache.dtype))
 
 
 def assign_req_to_token(

@@ -1,0 +1,132 @@
+"""Records a function over tensors at fixed addresses, and replays it.
+
+Restates sglang/srt/model_executor/cuda_graph_runner.py. A step launches hundreds of small kernels, and
+launching them one by one takes longer than running them. A CUDA graph is launched as one. It holds for one
+batch size, so there is one for each of some sizes; a batch is padded to the next, and its padding rows hold
+what changes nothing (request row 0, length 0, slot 0).
+
+Without a GPU nothing is recorded: a replay calls the function and writes what it returns over what the first
+call returned. So static inputs, padding, stale rows and the choice between graph and eager are tested
+anywhere. There a size is prepared when it is first needed, since that costs a step.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from ..server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from .model_runner import ModelRunner
+
+_DEFAULT_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+
+def batch_sizes_to_capture(server_args: ServerArgs) -> list[int]:
+    """Ascending; empty where CUDA graphs are off. A batch over the largest runs eagerly."""
+    if not server_args.cuda_graph:
+        return []
+    most = min(server_args.max_running_requests, server_args.cuda_graph_max_bs or _DEFAULT_SIZES[-1])
+    if server_args.cuda_graph_bs is not None:
+        return sorted(size for size in server_args.cuda_graph_bs if size <= server_args.max_running_requests)
+    return sorted({size for size in _DEFAULT_SIZES if size < most} | {most})
+
+
+class _Recorded(NamedTuple):
+    graph: torch.cuda.CUDAGraph | None  # None on a CPU
+    function: Callable[[], Any]
+    result: Any
+    forwards: list[int]  # of each model runner in one replay
+
+
+class CudaGraphRunner:
+    """The graphs of one engine: every graph of every worker shares one memory pool."""
+
+    def __init__(self, server_args: ServerArgs, model_runners: list[ModelRunner]):
+        self.model_runners = model_runners
+        self.sizes = batch_sizes_to_capture(server_args)
+        self._on_gpu = server_args.device == "cuda"
+        self._graphs: dict[Hashable, _Recorded] = {}
+        self._captures: list[Callable[[int], None]] = []
+        self._captured: set[int] = set()
+        self.is_capturing = False
+        if self._on_gpu:
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def register(self, capture_size: Callable[[int], None]) -> None:
+        """`capture_size(size)` calls `capture` for whatever a worker runs at that size."""
+        self._captures.append(capture_size)
+
+    def capture_all(self) -> None:
+        """The largest size first: the smaller ones fit into its memory."""
+        if self._on_gpu:
+            for size in tqdm(self.sizes[::-1], desc="capturing CUDA graphs", disable=None):
+                self._capture_size(size)
+
+    def padded_size(self, bs: int) -> int | None:
+        """The size that a batch of `bs` requests is padded to; None: run it eagerly."""
+        index = bisect.bisect_left(self.sizes, bs)
+        if index == len(self.sizes):
+            return None
+        self._capture_size(self.sizes[index])
+        return self.sizes[index]
+
+    def _capture_size(self, size: int) -> None:
+        if size not in self._captured:
+            self._captured.add(size)
+            self.is_capturing = True
+            for capture_size in self._captures:
+                capture_size(size)
+            self.is_capturing = False
+
+    @torch.inference_mode()
+    def capture(self, key: Hashable, function: Callable[[], Any]) -> Any:
+        """Record `function` and return what it returned; replays write to the same tensors."""
+        before = [runner.forward_ct for runner in self.model_runners]
+        result = function()  # compiles kernels and makes what lives longer than a call
+        forwards = [runner.forward_ct - n for runner, n in zip(self.model_runners, before, strict=True)]
+        graph = None
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(self._stream):  # torch.cuda.graph() would collect garbage every time
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                result = function()
+                graph.capture_end()
+        for runner, n in zip(self.model_runners, before, strict=True):
+            runner.forward_ct = n
+        self._graphs[key] = _Recorded(graph, function, result, forwards)
+        return result
+
+    def replay(self, key: Hashable) -> Any:
+        recorded = self._graphs[key]
+        if recorded.graph is None:
+            for old, new in zip(_tensors(recorded.result), _tensors(recorded.function()), strict=True):
+                old.copy_(new)
+        else:
+            recorded.graph.replay()
+            for runner, n in zip(self.model_runners, recorded.forwards, strict=True):
+                runner.forward_ct += n
+        return recorded.result
+
+    def result(self, key: Hashable) -> Any:
+        """What the graph writes to."""
+        return self._graphs[key].result
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a structure of dataclasses, tuples and lists, in a fixed order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,120 @@
+"""Which way of running a layer's matrix products is fastest at how many rows: the evidence behind `PLANS`.
+
+Runs the four linear operations of every layer of the embedded model, with weights of its shapes, as one CUDA
+graph: once with norms, the library's products and the rest one after the other, and once with each candidate
+plan of the fused kernels. Attention is left out. `python -m tools.bench.kernels OUT.json` on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, DIM = 30, 576, 1536, 9, 3, 64
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
+STAGE = "stages.part4_worker"
+
+
+def candidates(fused: Any, rows: int) -> list[Any]:
+    """Plans worth trying at so many rows; None is the library."""
+    plans: list[Any] = [None]
+    if rows <= 8:
+        block_m = 1 << (rows - 1).bit_length()
+        for block_n, warps in itertools.product((2, 4, 8), (4, 8)):
+            plans.append(fused.Plan(block_m, block_n, None, warps))
+    if rows > 2:
+        heights = [16] if rows <= 16 else [32] if rows <= 32 else [32, 64] if rows <= 64 else [64, 128]
+        shapes = itertools.product(heights, (16, 32, 64), (64, 128), (4, 8), (3, 4))
+        for block_m, block_n, block_k, warps, stages in shapes:
+            size = stages * block_k * (block_m + 2 * block_n) * 2
+            tall = block_m == 128
+            if size > 200_000 or (warps == 8 and not tall) or (tall and warps == 4):
+                continue
+            plans.append(fused.Plan(block_m, block_n, block_k, warps, stages))
+    return plans
+
+
+class Layers:
+    """Weights and buffers; `run` is one pass through the linear operations of all layers."""
+
+    def __init__(self, kernels: Any, rows: int):
+        def weights(out: int, width: int) -> list[torch.Tensor]:
+            shape = (out, width)
+            return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.03 for _ in range(LAYERS)]
+
+        self.kernels, self.rows = kernels, rows
+        self.qkv = weights((HEADS + 2 * KV_HEADS) * DIM, HIDDEN)
+        self.o, self.gate_up, self.down = (
+            weights(HIDDEN, HEADS * DIM),
+            weights(2 * INNER, HIDDEN),
+            weights(HIDDEN, INNER),
+        )
+        self.norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+        self.cache = torch.empty(2, rows + 1, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        self.angles = torch.rand(8192, DIM, device="cuda")
+        self.loc = torch.arange(1, rows + 1, device="cuda")
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        k = self.kernels
+        for qkv, o, gate_up, down in zip(self.qkv, self.o, self.gate_up, self.down, strict=True):
+            q = k.norm_qkv_rotary_store(
+                x, self.norm, 1e-5, qkv, None, self.loc, self.angles, *self.cache, self.loc
+            )
+            x = k.linear(q.flatten(1), o, None, x)
+            x = k.linear(k.norm_gate_up(x, self.norm, 1e-5, gate_up, None), down, None, x)
+        return x
+
+
+def microseconds(layers: Layers, repeats: int = 15) -> float:
+    """Median time of one pass, replayed as a graph."""
+    x = torch.randn(layers.rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    layers.run(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers.run(x)
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(4):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 250)
+    return statistics.median(times)
+
+
+def measure(rows_list: tuple[int, ...]) -> list[dict[str, Any]]:
+    """One row of results for each row count: the library's time, and every plan's, best first."""
+    fused = importlib.import_module(f"{STAGE}.kernels.triton.fused_linear")
+    kernels = importlib.import_module(f"{STAGE}.kernels").load_kernels("triton")
+    results = []
+    for rows in rows_list:
+        layers, timed = Layers(kernels, rows), []
+        for plan in candidates(fused, rows):
+            fused.plan_for = lambda rows, dtype, plan=plan: plan
+            try:
+                timed.append((microseconds(layers), None if plan is None else plan._asdict()))
+            except Exception as error:
+                timed.append((float("inf"), {"failed": f"{type(error).__name__}: {str(error)[:80]}"}))
+        library, best = timed[0][0], sorted(timed[1:], key=lambda pair: pair[0])
+        results.append({"rows": rows, "library_us": library, "plans": best[:6]})
+        print(
+            f"{rows:5d} rows: library {library:6.0f} us",
+            *(f"| {t:5.0f} {p}" for t, p in best[:2]),
+            flush=True,
+        )
+    return results
+
+
+if __name__ == "__main__":
+    found = measure(tuple(int(r) for r in sys.argv[2].split(",")) if len(sys.argv) > 2 else ROWS)
+    Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")
