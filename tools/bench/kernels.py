@@ -25,19 +25,16 @@ STAGE = "stages.part4_worker"
 def candidates(fused: Any, rows: int) -> list[Any]:
     """Plans worth trying at so many rows; None is the library."""
     plans: list[Any] = [None]
-    if rows <= 8:
+    if rows <= 16:
         block_m = 1 << (rows - 1).bit_length()
-        for block_n, warps in itertools.product((2, 4, 8), (4, 8)):
+        for block_n, warps in ((1, 1), (2, 1), (4, 1), (2, 4), (4, 4)):
             plans.append(fused.Plan(block_m, block_n, None, warps))
-    if rows > 2:
-        heights = [16] if rows <= 16 else [32] if rows <= 32 else [32, 64] if rows <= 64 else [64, 128]
-        shapes = itertools.product(heights, (16, 32, 64), (64, 128), (4, 8), (3, 4))
-        for block_m, block_n, block_k, warps, stages in shapes:
-            size = stages * block_k * (block_m + 2 * block_n) * 2
-            tall = block_m == 128
-            if size > 200_000 or (warps == 8 and not tall) or (tall and warps == 4):
-                continue
-            plans.append(fused.Plan(block_m, block_n, block_k, warps, stages))
+    if rows > 4:
+        heights = [16] if rows <= 16 else [32, 64] if rows <= 32 else [64] if rows <= 64 else [64, 128]
+        shapes = itertools.product(heights, (16, 32, 64), (64, 128), (3, 5, 8))
+        for block_m, block_n, block_k, stages in shapes:
+            if stages * block_k * (block_m + 2 * block_n) * 2 < 200_000:
+                plans.append(fused.Plan(block_m, block_n, block_k, 8 if block_m == 128 else 4, stages))
     return plans
 
 

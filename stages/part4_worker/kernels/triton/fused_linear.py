@@ -5,9 +5,10 @@ that take 0.5, and norms, rotary embedding, residual and gate cost a launch each
 kernels beside its attention. Each of them loads its weights before it waits for the kernel before it, so that
 one kernel's memory latency hides behind another's.
 
-Two shapes of kernel. Up to eight rows multiply on the CUDA cores, whole weight rows at once. More rows use
-the tensor cores in a pipelined loop over the inner dimension. `PLANS` says which is used up to how many rows,
-and where the library's matrix product takes over.
+Two shapes of kernel. Very few rows multiply on the CUDA cores: one warp holds a weight row or two, so that no
+sum crosses a warp and nothing is synchronised. More rows use the tensor cores in a deeply pipelined loop over
+the inner dimension. `PLANS` says which is used up to how many rows, and where the library's matrix product
+takes over.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ class Plan(NamedTuple):
 
 # Up to how many rows which plan serves; measured in docs/data/bench/kernels.json. None: the library.
 PLANS: list[tuple[int, Plan]] = [
-    (1, Plan(1, 4, None, 4)),
-    (2, Plan(2, 4, None, 4)),
-    (4, Plan(4, 4, None, 4)),
-    (8, Plan(8, 4, None, 8)),
-    (16, Plan(16, 32, 128, 4, 4)),
-    (256, Plan(64, 32, 128, 4, 4)),
+    (1, Plan(1, 1, None, 1)),
+    (2, Plan(2, 2, None, 1)),
+    (4, Plan(4, 2, None, 1)),
+    (16, Plan(16, 32, 128, 4, 8)),
+    (64, Plan(64, 16, 128, 4, 8)),
+    (128, Plan(64, 32, 64, 4, 8)),
+    (256, Plan(64, 32, 128, 4, 5)),
 ]
 
 
@@ -133,15 +135,6 @@ def _weights(weight, row, k, inside, K: tl.constexpr):
     return tl.load(weight + row[:, None] * K + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0)
 
 
-@triton.jit
-def _products(x, w, ROWS: tl.constexpr):
-    """x [ROWS, k] (one row: [k]) times w [units, k], summed over k: [ROWS, units] float32."""
-    if ROWS == 1:
-        return tl.sum(w.to(tl.float32) * x[None, :], 1)[None, :]
-    else:
-        return tl.sum(x[:, None, :] * w.to(tl.float32)[None, :, :], 2)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows_kernel(
     x,
@@ -189,7 +182,6 @@ def _few_rows_kernel(
     wait_for_inputs(PDL)
 
     row = tl.arange(0, BLOCK_M)
-    row_inside = row < rows
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     square = tl.zeros([BLOCK_M], tl.float32)
@@ -200,23 +192,21 @@ def _few_rows_kernel(
             w2 = _weights(weight, second, k, unit_inside, K) if MODE != _PLAIN else w
             if HAS_NORM:
                 factor = tl.load(norm_weight + k, mask=k < K, other=0).to(tl.float32)
-        if BLOCK_M == 1:
-            value = tl.load(x + k, mask=k < K, other=0).to(tl.float32)
+        for m in tl.static_range(BLOCK_M):
+            here = row == m
+            value = tl.load(x + m * x_stride + k, mask=(k < K) & (m < rows), other=0).to(tl.float32)
             if HAS_NORM:
-                square += tl.sum(value * value, 0)
+                square += tl.where(here, tl.sum(value * value, 0), 0.0)
                 value = value * factor
-        else:
-            place = x + row[:, None] * x_stride + k[None, :]
-            value = tl.load(place, mask=row_inside[:, None] & (k < K)[None, :], other=0).to(tl.float32)
-            if HAS_NORM:
-                square += tl.sum(value * value, 1)
-                value = value * factor[None, :]
-        acc += _products(value, w, BLOCK_M)
-        if MODE != _PLAIN:
-            acc2 += _products(value, w2, BLOCK_M)
+            total = tl.sum(w.to(tl.float32) * value[None, :], 1)
+            acc += tl.where(here[:, None], total[None, :], 0.0)
+            if MODE != _PLAIN:
+                total = tl.sum(w2.to(tl.float32) * value[None, :], 1)
+                acc2 += tl.where(here[:, None], total[None, :], 0.0)
     if HAS_NORM:  # a row's scale is one number, so it may come last
         scale = tl.rsqrt(square / K + eps)[:, None]
         acc, acc2 = acc * scale, acc2 * scale
+    row_inside = row < rows
     _finish(
         acc, acc2, row, unit, first, second, row_inside[:, None] & unit_inside[None, :], bias, residual, out,
         positions, angles, k_cache, v_cache, loc, residual_stride, cache_stride, OUT, Q_HEADS, KV_HEADS, HALF,
@@ -270,24 +260,15 @@ def _tile_kernel(
 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    square = tl.zeros([BLOCK_M], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = start + column
         place = x + row[:, None] * x_stride + k[None, :]
         value = tl.load(place, mask=row_inside[:, None] & (k < K)[None, :], other=0)
         w = _weights(weight, first, k, unit_inside, K)
-        if HAS_NORM:
-            wide = value.to(tl.float32)
-            square += tl.sum(wide * wide, 1)
-            factor = tl.load(norm_weight + k, mask=k < K, other=0).to(tl.float32)
-            value = (wide * factor[None, :]).to(value.dtype)
         acc = tl.dot(value, tl.trans(w), acc, input_precision=PRECISION)
         if MODE != _PLAIN:
             w2 = _weights(weight, second, k, unit_inside, K)
             acc2 = tl.dot(value, tl.trans(w2), acc2, input_precision=PRECISION)
-    if HAS_NORM:
-        scale = tl.rsqrt(square / K + eps)[:, None]
-        acc, acc2 = acc * scale, acc2 * scale
     _finish(
         acc, acc2, row, unit, first, second, row_inside[:, None] & unit_inside[None, :], bias, residual, out,
         positions, angles, k_cache, v_cache, loc, residual_stride, cache_stride, OUT, Q_HEADS, KV_HEADS, HALF,
@@ -308,6 +289,9 @@ def _launch(
 ) -> torch.Tensor:
     rows, width = x.shape
     norm_weight, eps = norm
+    if plan.block_k is not None and norm_weight is not None:
+        # Norming inside the loop would take each tile out of the pipeline to registers and back.
+        x, norm_weight = rms_norm(x, norm_weight, eps), None
     positions, angles, k_cache, v_cache, loc = rotary or (x,) * 5
     kv_heads, dim = k_cache.shape[1:] if rotary else (0, 2)
     units = {0: len(weight), 1: len(weight) // 2, 2: len(weight) // 2}[mode]

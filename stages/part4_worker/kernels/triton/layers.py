@@ -9,14 +9,18 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import row_strided
+from .launch import begin, dependent, row_strided, wait_for_inputs
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, y, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x, weight, y, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
+    wait_for_inputs(PDL)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / HIDDEN + eps)
     factor = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
@@ -38,6 +42,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
             HIDDEN=hidden,
             BLOCK=triton.next_power_of_2(hidden),
             num_warps=4 if hidden <= 4096 else 8,
+            **dependent(x),
         )
     return y
 
@@ -58,7 +63,10 @@ def _rotary_store_kernel(
     D: tl.constexpr,
     HEADS2: tl.constexpr,
     HALF2: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF2)[None, :]
     head = tl.arange(0, HEADS2)[:, None]
@@ -118,12 +126,15 @@ def rotary_store(
             D=dim,
             HEADS2=triton.next_power_of_2(q_heads + 2 * kv_heads),
             HALF2=triton.next_power_of_2(dim // 2),
+            **dependent(qkv),
         )
     return q
 
 
 @triton.jit
-def _silu_and_mul_kernel(x, y, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x, y, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -141,5 +152,5 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if rows:
         block = min(1024, triton.next_power_of_2(width))
         grid = (rows, triton.cdiv(width, block))
-        _silu_and_mul_kernel[grid](x, y, x.stride(0), WIDTH=width, BLOCK=block)
+        _silu_and_mul_kernel[grid](x, y, x.stride(0), WIDTH=width, BLOCK=block, **dependent(x))
     return y
