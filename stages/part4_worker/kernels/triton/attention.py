@@ -4,6 +4,9 @@ A small batch has few such programs and a long context keeps each of them busy f
 split among several. Each split leaves its part of the softmax in scratch memory and draws a ticket; whoever
 draws the last one combines the parts. Tickets go back to zero by themselves, so a CUDA graph can replay them.
 
+Lengths, tables and masks must be older than the launch right before this one, which writes the queries and
+the rows' own keys and values: they are read before that one is waited for.
+
 Restates upstream's layers/attention/triton_ops/{decode,extend}_attention.py with one kernel for decoding,
 prefill and tree verification. The query heads of a group are folded into the rows of one tile, so keys and
 values are read once per group and heads need not be a power of two.
@@ -21,7 +24,7 @@ from ..host_metadata import HostMetadata
 from .launch import begin, dependent, row_strided, wait_for_inputs
 
 _BLOCK_N = 64  # a tile of tree columns is then one word of the mask
-_PROGRAMS = 96  # splitting goes on until about so many programs share a launch
+_PROGRAMS = 192  # splitting goes on until about so many programs share a launch
 _MAX_SPLITS = 16
 _LOG2_E = 1.4426950408889634
 
@@ -32,6 +35,14 @@ def _slots(table, position, inside, PAGE: tl.constexpr):
         return tl.load(table + position, mask=inside, other=0).to(tl.int64)
     offset = position % PAGE
     return (tl.load(table + position - offset, mask=inside, other=0) + offset).to(tl.int64)
+
+
+@triton.jit
+def _columns_of(tile, whole_tiles, split, stop, BLOCK_N: tl.constexpr):
+    """First column of a tile, and the column where it ends if not before."""
+    behind = tile >= whole_tiles
+    start = tl.where(behind, split + (tile - whole_tiles) * BLOCK_N, tile * BLOCK_N)
+    return start, tl.where(behind, stop, split)
 
 
 @triton.jit
@@ -102,7 +113,6 @@ def _attention_kernel(
     PDL: tl.constexpr,
 ):
     begin(PDL)
-    wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     first_row = tl.program_id(2) // SPLITS * BLOCK_M
@@ -117,6 +127,28 @@ def _attention_kernel(
     k_head = k_cache + kv_head * D
     v_head = v_cache + kv_head * D
 
+    # Tiles of columns: those that every row sees, then those behind the prefix, which the tree mask rules.
+    # Without a mask there is one kind, and a row sees what does not lie behind its own position.
+    if HAS_MASK:
+        split = tl.minimum(prefix, kv_len)
+        stop = kv_len
+    else:
+        last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
+        stop = tl.minimum(prefix + last_token + 1, kv_len)
+        split = stop
+    whole_tiles = tl.cdiv(split, BLOCK_N)
+    tiles = whole_tiles + tl.cdiv(stop - split, BLOCK_N)
+    share = tl.cdiv(tiles, SPLITS)
+    parts_used = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
+    if part >= parts_used:
+        return
+    tile = part * share
+    last_tile = tl.minimum(tile + share, tiles)
+    column = tl.arange(0, BLOCK_N)
+    start, limit = _columns_of(tile, whole_tiles, split, stop, BLOCK_N)
+    slot = _slots(table, start + column, start + column < limit, PAGE)
+    wait_for_inputs(PDL)
+
     # Row m of the tile is query token m // GROUP, head m % GROUP of this group.
     m = first_row + tl.arange(0, BLOCK_M)
     token = m // GROUP
@@ -124,80 +156,70 @@ def _attention_kernel(
     row_inside = token < q_len
     io_mask = row_inside[:, None] & (dim[None, :] < D)
     head = kv_head * GROUP + m % GROUP
-    query = tl.load(
-        q + (begin_row + token)[:, None] * q_stride + (head * D)[:, None] + dim[None, :],
-        mask=io_mask,
-        other=0,
-    )
+    row_of_query = (begin_row + token)[:, None] * q_stride + (head * D)[:, None]
+    query = tl.load(q + row_of_query + dim[None, :], mask=io_mask, other=0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    column = tl.arange(0, BLOCK_N)
-
-    # First the columns that every row of the tile sees, then those that need the mask.
-    if HAS_MASK:
-        split = tl.minimum(prefix, kv_len)
-        stop = kv_len
-    else:
-        split = tl.minimum(prefix + first_row // GROUP + 1, kv_len) // BLOCK_N * BLOCK_N
-        last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
-        stop = tl.minimum(prefix + last_token + 1, kv_len)
-    share = tl.cdiv(tl.cdiv(split, BLOCK_N), SPLITS) * BLOCK_N
-    for start in range(part * share, tl.minimum((part + 1) * share, split), BLOCK_N):
-        position = start + column
-        inside = position < split
-        slot = _slots(table, position, inside, PAGE)
-        acc, top, total = _accumulate(
-            query, acc, top, total, k_head, v_head, slot, inside, inside[None, :], k_stride, factor,
-            D, BLOCK_D, PRECISION,
-        )  # fmt: skip
-    for start in range(split if part == SPLITS - 1 else stop, stop, BLOCK_N):
-        position = start + column
-        inside = position < stop
-        slot = _slots(table, position, inside, PAGE)
+    while tile < last_tile:
+        inside = start + column < limit
         if HAS_MASK:
-            word = (start - split) // 64
+            word = (start - split) // 64  # a tile behind the prefix is one word of the mask
             bits = tl.load(
                 tree_mask + request * mask_stride_b + token * mask_stride_q + word,
-                mask=row_inside & (word < WORDS),
+                mask=row_inside & (tile >= whole_tiles) & (word < WORDS),
                 other=0,
             )
-            visible = ((bits[:, None] >> column[None, :].to(tl.int64)) & 1) != 0
+            seen = ((bits[:, None] >> column[None, :].to(tl.int64)) & 1) != 0
+            visible = (seen | (tile < whole_tiles)) & inside[None, :]
         else:
-            visible = position[None, :] <= prefix + token[:, None]
+            visible = ((start + column)[None, :] <= prefix + token[:, None]) & inside[None, :]
         acc, top, total = _accumulate(
-            query, acc, top, total, k_head, v_head, slot, inside, visible & inside[None, :], k_stride, factor,
+            query, acc, top, total, k_head, v_head, slot, inside, visible, k_stride, factor,
             D, BLOCK_D, PRECISION,
         )  # fmt: skip
+        tile += 1
+        start, limit = _columns_of(tile, whole_tiles, split, stop, BLOCK_N)
+        slot = _slots(table, start + column, (start + column < limit) & (tile < last_tile), PAGE)
 
     if SPLITS > 1:
-        # Rows of scratch: a part's sums, then its largest scores, then its totals.
-        group = (request * KV_HEADS + kv_head) * (tl.num_programs(2) // SPLITS) + tl.program_id(2) // SPLITS
-        cell = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + dim[None, :]
-        SIZE: tl.constexpr = BLOCK_M * (BLOCK_D + 2)
-        mine = parts + (group * SPLITS + part) * SIZE
-        tl.store(mine + cell, acc)
-        tl.store(mine + BLOCK_M * BLOCK_D + tl.arange(0, BLOCK_M), top)
-        tl.store(mine + BLOCK_M * (BLOCK_D + 1) + tl.arange(0, BLOCK_M), total)
-        tl.debug_barrier()  # all of this program's stores come before its ticket
-        ticket = tl.atomic_add(tickets + group, 1, sem="acq_rel")
-        if ticket < SPLITS - 1:
-            return
-        tl.debug_barrier()
-        tl.store(tickets + group, 0)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        for other in tl.static_range(SPLITS):
-            theirs = parts + (group * SPLITS + other) * SIZE
-            peak = tl.load(theirs + BLOCK_M * BLOCK_D + tl.arange(0, BLOCK_M), volatile=True)
-            count = tl.load(theirs + BLOCK_M * (BLOCK_D + 1) + tl.arange(0, BLOCK_M), volatile=True)
-            new_top = tl.maximum(top, peak)
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            decay, weight = tl.exp2(top - base), tl.exp2(peak - base)
-            total = total * decay + count * weight
-            acc = acc * decay[:, None] + tl.load(theirs + cell, volatile=True) * weight[:, None]
-            top = new_top
+        if parts_used > 1:
+            # Rows of scratch: a part's sums, then its largest scores, then its totals.
+            group = (request * KV_HEADS + kv_head) * (tl.num_programs(2) // SPLITS)
+            group += tl.program_id(2) // SPLITS
+            line = tl.arange(0, BLOCK_M)
+            cell = line[:, None] * BLOCK_D + dim[None, :]
+            SIZE: tl.constexpr = BLOCK_M * (BLOCK_D + 2)
+            mine = parts + (group * SPLITS + part) * SIZE
+            tl.store(mine + cell, acc, mask=row_inside[:, None])
+            tl.store(mine + BLOCK_M * BLOCK_D + line, top)
+            tl.store(mine + BLOCK_M * (BLOCK_D + 1) + line, total)
+            tl.debug_barrier()  # all of this program's stores come before its ticket
+            ticket = tl.atomic_add(tickets + group, 1, sem="acq_rel")
+            if ticket < parts_used - 1:
+                return
+            tl.debug_barrier()
+            tl.store(tickets + group, 0)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            for other in tl.static_range(SPLITS):
+                theirs = parts + (group * SPLITS + other) * SIZE
+                there = other < parts_used
+                # Past the first-level cache, which may hold what stood here before.
+                sums = tl.load(theirs + cell, mask=row_inside[:, None] & there, other=0, cache_modifier=".cg")
+                peak = tl.load(
+                    theirs + BLOCK_M * BLOCK_D + line, mask=there, other=float("-inf"), cache_modifier=".cg"
+                )
+                count = tl.load(
+                    theirs + BLOCK_M * (BLOCK_D + 1) + line, mask=there, other=0, cache_modifier=".cg"
+                )
+                new_top = tl.maximum(top, peak)
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
+                decay, weight = tl.exp2(top - base), tl.exp2(peak - base)
+                total = total * decay + count * weight
+                acc = acc * decay[:, None] + sums * weight[:, None]
+                top = new_top
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     target = ((begin_row + token) * (KV_HEADS * GROUP) + head) * D
     tl.store(out + target[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=io_mask)

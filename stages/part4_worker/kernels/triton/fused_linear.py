@@ -170,7 +170,8 @@ def _few_rows_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    if MODE != _QKV:
+        begin(PDL)
     unit = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     unit_inside = unit < UNITS
     first, second = _columns(unit, OUT, HALF, MODE)
@@ -180,6 +181,8 @@ def _few_rows_kernel(
     if HAS_NORM:
         factor = tl.load(norm_weight + column, mask=column < K, other=0).to(tl.float32)
     wait_for_inputs(PDL)
+    if MODE == _QKV:  # the attention behind this relies on all before it being done
+        begin(PDL)
 
     row = tl.arange(0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -249,7 +252,8 @@ def _tile_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    if MODE != _QKV:
+        begin(PDL)
     unit = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     unit_inside = unit < UNITS
     first, second = _columns(unit, OUT, HALF, MODE)
@@ -257,6 +261,8 @@ def _tile_kernel(
     row_inside = row < rows
     column = tl.arange(0, BLOCK_K)
     wait_for_inputs(PDL)
+    if MODE == _QKV:  # the attention behind this relies on all before it being done
+        begin(PDL)
 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -65,8 +65,8 @@ def _rotary_store_kernel(
     HALF2: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
     wait_for_inputs(PDL)
+    begin(PDL)  # only now: the attention behind this relies on all before it being done
     row = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF2)[None, :]
     head = tl.arange(0, HEADS2)[:, None]
