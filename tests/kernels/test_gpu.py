@@ -1,4 +1,4 @@
-"""What only a GPU shows: kernels are compiled for kinds of steps, not for batch sizes, and fit a CUDA graph."""
+"""What only a GPU shows: kernels are compiled for kinds of steps and not for batch sizes, and fit a graph."""
 
 import importlib
 import sys
@@ -101,7 +101,7 @@ def variants():
 
 
 def kind(bs):
-    """What a batch size may decide: the plan of the linear layers, the head's tile, the attention's splits."""
+    """All that a batch size may decide: the linear layers' plan, the head's tile, the attention's splits."""
     rows, programs = bs * N, importlib.import_module(f"{fused_linear.__package__}.attention")._PROGRAMS
     tile = next((size for size in (16, 32) if rows <= size), 64)
     return fused_linear.plan_for(rows, torch.bfloat16), tile, max(1, programs // (bs * KV_HEADS)).bit_length()
