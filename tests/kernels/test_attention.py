@@ -1,5 +1,6 @@
 """Attention against loops over single numbers, with NaN wherever nothing may be read."""
 
+import importlib
 import math
 
 import pytest
@@ -171,6 +172,86 @@ def test_a_steps_plan_is_made_once(kernels, native, device, name):
     assert host.plan is plan
     assert torch.equal(first, make(name).run(kernels, device))
     assert torch.equal(second, case.run(kernels, device))
+
+
+# ---- the prefix among several programs ----
+
+
+@pytest.fixture
+def triton_attention():
+    return importlib.import_module("stages.part4_worker.kernels.triton.attention")
+
+
+@pytest.fixture
+def split(triton_attention, monkeypatch):
+    """split(n): have every small launch split its prefixes n ways; returns a list of the splits it made."""
+
+    def into(splits):
+        made, kernel = [], triton_attention._attention_kernel
+
+        class Watched:
+            def __getitem__(self, grid):
+                def launch(*args, **options):
+                    made.append(options["SPLITS"])
+                    return kernel[grid](*args, **options)
+
+                return launch
+
+        for name in ("_PROGRAMS", "_INTERPRETED_PROGRAMS"):
+            monkeypatch.setattr(triton_attention, name, 96)
+        monkeypatch.setattr(triton_attention, "_MAX_SPLITS", splits)
+        monkeypatch.setattr(triton_attention, "_attention_kernel", Watched())
+        return made
+
+    return into
+
+
+CASES |= {
+    # Five tiles of prefix, none, and less than one: parts that are whole, empty or begin behind the end.
+    "long": ((2, 1), 16, 1, [(300, 1, 301), (0, 1, 1), (5, 1, 6)], 0),
+    "long tree": ((3, 1), 16, 4, [(130, 5, 135), (3, 5, 8), (0, 5, 5), (64, 5, 67), (0, 5, 0)], 1),
+    "long chunk": ((8, 1), 16, 16, [(200, 18, 218), (0, 5, 5)], 0),  # several row blocks
+}
+
+
+@pytest.mark.parametrize(
+    "name, splits",
+    [("long", 2), ("long", 4), ("long", 16), ("long tree", 2), ("long tree", 8), ("long chunk", 4)],
+)
+def test_splits(triton_kernels, device, dtype, tolerance, oracles, split, triton_attention, name, splits):
+    """The parts add up, twice in a row, and leave the tickets at zero. What no part may read is NaN."""
+    made, case = split(splits), make(name)
+    if name not in oracles:
+        oracles[name] = case.oracle()
+    first = case.run(triton_kernels, device, dtype)
+    second = case.run(triton_kernels, device, dtype)
+    assert made == [splits] * 2
+    torch.testing.assert_close(first.double().cpu(), oracles[name], atol=tolerance, rtol=tolerance)
+    assert torch.equal(first, second)
+    assert not triton_attention._tickets(device).any()
+
+
+def test_splits_read_no_scratch_that_was_not_written(triton_kernels, device, split, monkeypatch):
+    """What is in the scratch memory before, and whether its rows are real, changes no bit."""
+    split(4)
+    case, empty = make("long tree"), torch.empty
+    expected = case.run(triton_kernels, device)
+
+    def poisoned(*shape, **options):
+        return empty(*shape, **options).fill_(NAN)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    assert torch.equal(case.run(triton_kernels, device), expected)
+
+
+def test_a_big_batch_is_not_split(triton_kernels, triton_attention, device, split, monkeypatch):
+    made = split(16)
+    for name in ("_PROGRAMS", "_INTERPRETED_PROGRAMS"):
+        monkeypatch.setattr(triton_attention, name, 8)
+    cases = [Case((1, 1), 16, 1, [(70, 1, 71)] * bs) for bs in (1, 3, 4, 5)]
+    for case in cases:
+        case.run(triton_kernels, device)
+    assert made == [8, 2, 2, 1]
 
 
 @pytest.mark.gpu

@@ -16,13 +16,22 @@ import torch
 counts = {"uploads": 0, "downloads": 0}
 
 
+def _padded(count: int) -> int:
+    """Room for `count` int64: kernels are compiled apart for addresses that are no multiple of 16 bytes."""
+    return count + count % 2
+
+
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     """Copy integer arrays to `device` in one transfer; returns int64 tensors of the same shapes."""
-    arrays = [np.ascontiguousarray(a, dtype=np.int64) for a in arrays]
-    packed = send(torch.from_numpy(np.concatenate([a.reshape(-1) for a in arrays])), device)
+    arrays = [np.asarray(a) for a in arrays]
+    sizes = [_padded(a.size) for a in arrays]
+    packed, start = np.zeros(sum(sizes), dtype=np.int64), 0
+    for array, size in zip(arrays, sizes, strict=True):
+        packed[start : start + array.size] = array.reshape(-1)
+        start += size
     counts["uploads"] += 1
-    flat = packed.split([a.size for a in arrays])
-    return [t.view(a.shape) for t, a in zip(flat, arrays, strict=True)]
+    flat = send(torch.from_numpy(packed), device).split(sizes)
+    return [t[: a.size].view(a.shape) for t, a in zip(flat, arrays, strict=True)]
 
 
 def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -88,12 +97,16 @@ class PackedBuffer:
     """
 
     def __init__(self, device: torch.device, shapes: list[tuple[int, ...]]):
-        sizes = [math.prod(shape) for shape in shapes]
+        sizes = [_padded(math.prod(shape)) for shape in shapes]
         self._source = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._target = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        host, target = self._source.split(sizes), self._target.split(sizes)
-        self.host = [t.view(shape).numpy() for t, shape in zip(host, shapes, strict=True)]
-        self.device = [t.view(shape) for t, shape in zip(target, shapes, strict=True)]
+
+        def parts(packed: torch.Tensor) -> list[torch.Tensor]:
+            flat = zip(packed.split(sizes), shapes, strict=True)
+            return [t[: math.prod(shape)].view(shape) for t, shape in flat]
+
+        self.host = [t.numpy() for t in parts(self._source)]
+        self.device = parts(self._target)
 
     def fill(self, *arrays: np.ndarray) -> None:
         """Write arrays that may have fewer rows than there is room for; the rest becomes zero."""

@@ -50,7 +50,7 @@ def rotary_store(
     Returns the rotated queries, [rows, q_heads, D], a new tensor.
     """
     kv_heads, dim = k_cache.shape[1:]
-    heads = qkv.view(len(qkv), -1, dim)
+    heads = qkv.view(len(qkv), qkv.shape[1] // dim, dim)  # -1 would be ambiguous without rows
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)  # [rows, 1, D / 2]
     k_cache.index_copy_(0, loc, _rotate(k, cos, sin).to(k_cache.dtype))

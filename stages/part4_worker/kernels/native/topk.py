@@ -30,7 +30,7 @@ def top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         values [rows, k] in x's type, indices int64 [rows, k].
     """
     values, indices = x.topk(k, dim=-1)  # [rows, k]
-    if int((x >= values[:, -1:]).sum()) == x.shape[0] * k:
+    if bool(((x >= values[:, -1:]).sum(-1) == k).all()):  # row by row: a row of NaN counts 0
         # No tie across the border, so this is the right set; a stable sort by value settles ties within it.
         indices = indices.sort(dim=-1).values
         values, order = x.gather(-1, indices).sort(dim=-1, descending=True, stable=True)

@@ -25,6 +25,7 @@ from .launch import begin, dependent, row_strided, wait_for_inputs
 
 _BLOCK_N = 64  # a tile of tree columns is then one word of the mask
 _PROGRAMS = 192  # splitting goes on until about so many programs share a launch
+_INTERPRETED_PROGRAMS = 4  # the interpreter runs them one after another
 _MAX_SPLITS = 16
 _LOG2_E = 1.4426950408889634
 
@@ -264,7 +265,7 @@ def attention(
     mask = req_pool_indices if tree_mask is None else row_strided(tree_mask)
     blocks = triton.cdiv(tile_rows, block_m)
     groups = bs * kv_heads * blocks
-    programs = _PROGRAMS if q.is_cuda else 4  # the interpreter runs them one after another
+    programs = _PROGRAMS if q.is_cuda else _INTERPRETED_PROGRAMS
     splits = min(_MAX_SPLITS, triton.next_power_of_2(max(1, programs // groups)))
     tickets = _tickets(q.device)
     parts = tickets

@@ -9,7 +9,7 @@ import triton.language as tl
 from .launch import row_strided
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["slots_stride", "width"])
 def _assign_kernel(
     req_to_token, req_pool_indices, start, slots, lens, table_stride, slots_stride, width, BLOCK: tl.constexpr
 ):
