@@ -30,6 +30,7 @@ class Round:
         self.slots = torch.arange(1, SLOTS, device=device)[: bs * 64].view(bs, 64)
         self.zeros = torch.zeros_like(self.requests)
         self.starts = torch.arange(bs + 1, device=device) * N
+        self.kv_indptr = torch.cat([self.zeros[:1], (self.prefixes + N).cumsum(0)]).int()
         self.scores = torch.rand(bs, TOPK + TOPK * TOPK * 2, device=device)
         self.parents = numbers([[-1, *range(TOPK), *range(TOPK, 2 * TOPK)]] * bs)
         self.logits = torch.randn(rows, VOCAB, device=device)
@@ -50,6 +51,10 @@ class Round:
         out = kernels.attention(
             q, self.pool[0], self.pool[1], self.table, self.requests, *lengths, N, DIM**-0.5, 1, mask
         )
+        kv_indices = torch.zeros(self.bs * 128, dtype=torch.int32, device=self.device)
+        kernels.create_kv_indices(self.table, self.requests, self.prefixes + N, self.kv_indptr, kv_indices, 1)
+        custom_mask = torch.zeros(N * self.bs * 128, dtype=torch.uint8, device=self.device)
+        kernels.create_custom_mask(mask, self.prefixes, self.kv_indptr, custom_mask, 128)
         gate = kernels.silu_and_mul(y)
         probs, ids = kernels.topk_softmax(self.logits, TOPK)
         targets = kernels.argmax(self.logits).view(self.bs, N)
@@ -61,7 +66,21 @@ class Round:
         )
         numbers = kernels.philox_uniform(self.seeds, self.prefixes, 0)
         drawn = kernels.sample_from_probs(full[::N], self.seeds, self.prefixes)
-        return [y, summed, out, gate, probs, ids, *tree, *greedy, *sampled, numbers, drawn]
+        return [
+            y,
+            summed,
+            out,
+            kv_indices,
+            custom_mask,
+            gate,
+            probs,
+            ids,
+            *tree,
+            *greedy,
+            *sampled,
+            numbers,
+            drawn,
+        ]
 
 
 def variants():
