@@ -43,13 +43,16 @@ class _Module:
             )
             assert window == -1 and cap == 0.0 and q_like.dtype == kv_like.dtype
             assert q_heads // kv_heads in (1, 2, 3, 4, 8), "unsupported group size"
+            self.repeats = graph
             qo_indptr = torch.arange(bs + 1, dtype=torch.int32)
         else:
             (
                 qo_indptr, kv_indptr, _, rows, bs, q_heads, kv_heads, page_size, graph, qk, vo, causal,
                 window, split, no_split, colocated,
             ) = arguments  # fmt: skip
-            assert (window, split, no_split, colocated) == (-1, -1, False, 0)
+            assert (window, split, colocated) == (-1, -1, 0)
+            # A request cut into pieces has others for another length; only `graph` pads their number.
+            self.repeats = graph or no_split
             assert int(_host(qo_indptr)[-1]) <= rows
             self.causal = causal
         assert page_size == 1 and qk == vo and q_heads % kv_heads == 0
@@ -90,6 +93,7 @@ class _Wrapper:
     def run(self, q, paged_kv_cache, out=None):
         module, qo, kv = self._int_workspace_buffer.planned
         assert module is self._cached_module, "another wrapper's plan lies in the shared workspace"
+        assert not self._use_cuda_graph or module.repeats, "this plan's pieces would not fit a graph"
         assert self._paged_kv_indptr_buf.tolist() == kv, "the device has other lengths than were planned"
         assert self.kind == "decode" or self._qo_indptr_buf.tolist() == qo
         assert self._paged_kv_last_page_len_buf.tolist() == [1] * (len(kv) - 1)

@@ -74,11 +74,14 @@ def test_eager(name, page, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("processors", [1, None])
 @pytest.mark.parametrize("name", STEPS)
-def test_in_a_graph(name, page, dtype):
+def test_in_a_graph(name, page, dtype, processors):
     """Two sizes captured, replayed in turns for other lengths without a wait, with padded rows."""
     mode, q_len, masked, planned, tails = STEPS[name]
     pool = pool_of(page, dtype)
+    if processors is not None:  # a GPU that these batches fill
+        pool.backend.planner.processors = processors
     pool.backend.init_cuda_graph_state(4, q_len)
     captured = {}
     for bs in (4, 2):

@@ -53,6 +53,7 @@ class GraphPlan(Plan):
     """The plan of one graph, made anew in place before each replay."""
 
     q_len: int
+    splits: bool  # requests may be cut into pieces
     qo_indptr: torch.Tensor  # int32 [bs + 1] on the host; a graph's rows never change
     host: torch.Tensor  # int32 [2, bs + 1] pinned: kv_indptr, and where each request's mask begins
     device: torch.Tensor  # its copy, which the wrapper reads
@@ -85,6 +86,7 @@ class Planner:
         self.q_heads, self.kv_heads, self.head_dim = q_heads, kv_heads, head_dim
         self.dtype, self.device = dtype, device
         self.on_gpu = device.type == "cuda"
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 1
         self.workspace = self.make_workspace(0, 0)
         self._eager: dict[str, Any] = {}
         self._copied: dict[str, torch.cuda.Event | None] = {}
@@ -137,17 +139,22 @@ class Planner:
         # It has its buffers: of the arrays it would copy there it is given none.
         nothing = None if mask is None else mask[:0]
         self._plan(kind, wrapper, qo_indptr, host[0], buffers.kv_indices[:0], nothing)
-        copied = self._record()
-        return GraphPlan(
-            kind, wrapper, device[0], buffers.kv_indices, mask, buffers.max_kv_len, q_len, qo_indptr, host,
-            device, copied,
+        splits = bs * self.kv_heads < self.processors
+        plan = GraphPlan(
+            kind, wrapper, device[0], buffers.kv_indices, mask, buffers.max_kv_len, q_len, splits, qo_indptr,
+            host, device, self._record(),
         )  # fmt: skip
+        self.replan(plan, np.zeros(0))
+        return plan
 
     def replan(self, plan: GraphPlan, kv_lens: np.ndarray) -> None:
         """Plan for the lengths kv_lens, in place; requests that it has none for are padding and get none.
 
-        wrapper.plan() would do. But it also checks, and finds maxima with Python's max over the elements of
-        a tensor, which takes longer than planning: upstream goes past it as well (fast_decode_plan).
+        wrapper.plan() would do. But it finds maxima with Python's max over the elements of a tensor, which
+        takes many times as long as planning: upstream goes past it as well (fast_decode_plan). And in a graph
+        it takes tiles for one request with nearly all rows, since rows might move from one to another. Here
+        they do not: a batch that fills the GPU without cutting requests into pieces always has the same
+        pieces, so it is planned as outside of a graph, with tiles that fit.
         """
         _wait(plan.copied)
         host, real = plan.host.numpy(), len(kv_lens)
@@ -161,14 +168,14 @@ class Planner:
             wrapper._int_workspace_buffer,
             wrapper._pin_memory_int_workspace_buffer,
         )
-        shape = (bs, self.q_heads, self.kv_heads, PAGE, True)
-        dims = (self.head_dim, self.head_dim)
+        heads, dims = (bs, self.q_heads, self.kv_heads, PAGE), (self.head_dim, self.head_dim)
         if plan.kind == DECODE:
             like = torch.empty(0, dtype=self.dtype)
-            arguments = (kv_indptr, *shape, -1, 0.0, *dims, like, like)
+            arguments = (kv_indptr, *heads, True, -1, 0.0, *dims, like, like)
         else:
-            rows, causal = bs * plan.q_len, plan.kind == CAUSAL
-            arguments = (plan.qo_indptr, kv_indptr, kv_indptr, rows, *shape, *dims, causal, -1, -1, False, 0)
+            lengths = (plan.qo_indptr, kv_indptr, kv_indptr, bs * plan.q_len)
+            options = (plan.kind == CAUSAL, -1, -1, not plan.splits, 0)
+            arguments = (*lengths, *heads, plan.splits, *dims, *options)
         wrapper._plan_info = wrapper._cached_module.plan(*memory, *arguments)
         plan.copied = self._record(plan.copied)
 
@@ -178,11 +185,8 @@ class Planner:
         In a graph every request may have a tile of its own that is filled in part; without one, work is only
         split while all pieces fit on the GPU at once (two per multiprocessor).
         """
-        processors = 1
-        if self.on_gpu:
-            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         in_graph = max_bs * (max_q_len * self.q_heads // self.kv_heads + TALLEST_TILE)
-        tile_rows = max(in_graph, 2 * processors // self.kv_heads * TALLEST_TILE)
+        tile_rows = max(in_graph, 2 * self.processors // self.kv_heads * TALLEST_TILE)
         size = tile_rows * self.q_heads * (self.head_dim + 1) * 4 + 256
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
