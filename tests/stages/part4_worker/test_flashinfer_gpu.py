@@ -22,6 +22,7 @@ from tools.bench.divergence import judge
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
     pytest.mark.skipif(
         importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed: the extra `gpu`"
     ),
