@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import math
 import tomllib
 from pathlib import Path
@@ -319,8 +320,14 @@ def _resolve_device(values: dict[str, Any], features: Features) -> None:
     if values["attention_backend"] is None:
         wanted = "triton" if values["device"] == "cuda" else "torch_native"
         values["attention_backend"] = wanted if features.has(wanted) else "torch_native"
-    if values["attention_backend"] == "flashinfer" and values["device"] != "cuda":
-        raise ValueError("attention_backend='flashinfer' needs a GPU; use 'torch_native' on a CPU.")
+    if values["attention_backend"] == "flashinfer":
+        if values["device"] != "cuda":
+            raise ValueError("attention_backend='flashinfer' needs a GPU; use 'torch_native' on a CPU.")
+        if importlib.util.find_spec("flashinfer") is None:
+            raise ValueError(
+                "attention_backend='flashinfer' needs the package flashinfer-python, which is not installed; "
+                "pip install '.[gpu]' brings it, or use 'triton'."
+            )
     if values["attention_backend"] == "triton":
         from .kernels import check_device
 

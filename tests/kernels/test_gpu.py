@@ -45,6 +45,7 @@ class Round:
         self.slots = torch.arange(1, SLOTS, device=device)[: bs * 64].view(bs, 64)
         self.zeros = torch.zeros_like(self.requests)
         self.starts = torch.arange(bs + 1, device=device) * N
+        self.kv_indptr = torch.cat([self.zeros[:1], (self.prefixes + N).cumsum(0)]).int()
         self.scores = torch.rand(bs, TOPK + TOPK * TOPK * 2, device=device)
         self.parents = numbers([[-1, *range(TOPK), *range(TOPK, 2 * TOPK)]] * bs)
         self.logits = torch.randn(rows, VOCAB, device=device)
@@ -75,6 +76,10 @@ class Round:
         again = kernels.rotary_store(qkv, positions, self.angles, self.pool[0], self.pool[1], loc)
         likely = kernels.linear_topk(self.last, self.head, TOPK)
         exact = kernels.linear_float32(self.last, self.head)
+        kv_indices = torch.zeros(self.bs * 128, dtype=torch.int32, device=self.device)
+        kernels.create_kv_indices(self.table, self.requests, self.prefixes + N, self.kv_indptr, kv_indices, 1)
+        custom_mask = torch.zeros(N * self.bs * 128, dtype=torch.uint8, device=self.device)
+        kernels.create_custom_mask(mask, self.prefixes, self.kv_indptr, custom_mask, 128)
         probs, ids = kernels.topk_softmax(self.logits, TOPK)
         targets = kernels.argmax(self.logits).view(self.bs, N)
         candidates = ids[:, 0].view(self.bs, N).roll(1, dims=1)
@@ -87,7 +92,7 @@ class Round:
         drawn = kernels.sample_from_probs(full[::N], self.seeds, self.prefixes)
         return [
             q, k, v, attended, x, gated, out, normed, silu, again, *likely, exact, probs, ids, *tree, *greedy,
-            *sampled, numbers, drawn,
+            *sampled, numbers, drawn, kv_indices, custom_mask,
         ]  # fmt: skip
 
 

@@ -89,6 +89,7 @@ class TpModelWorker:
         """Have a decode step of each size recorded, with and without logits."""
         self.graphs = graphs
         self.static_inputs: dict[int, PackedBuffer] = {}
+        self.model_runner.attn_backend.init_cuda_graph_state(max(graphs.sizes, default=0), 1)
         graphs.register(self._capture_decode)
 
     def _capture_decode(self, size: int) -> None:
@@ -105,6 +106,8 @@ class TpModelWorker:
 
     def _replay_decode(self, batch: ModelWorkerBatch, size: int) -> GenerationBatchResult:
         self.static_inputs[size].fill(*(getattr(batch, name) for name in _DECODE_INPUTS))
+        backend = self.model_runner.attn_backend
+        backend.init_forward_metadata_replay_cuda_graph(ForwardMode.DECODE, size, batch.seq_lens)
         if not batch.needs_logits and not batch.return_hidden_states:
             result = self.graphs.replay(("decode", size))
             result.readback.launched()

@@ -65,6 +65,10 @@ class ForwardBatch:
     q_start_loc: torch.Tensor  # [bs + 1] first row of each request
     max_q_len: int
     attn_backend: AttentionBackend
+    # What a backend plans with on the host, [bs]: prefix and rows together. `seq_lens` is less where fewer
+    # rows turn out to count, and where a draft level comes before the last. None in what a graph records.
+    seq_lens_cpu: np.ndarray | None = None
+    extend_seq_lens_cpu: np.ndarray | None = None  # [bs] rows of each request; None: max_q_len each
     last_rows: torch.Tensor | None = None  # [bs] rows whose logits are wanted; None: every row
     # [bs, max_q_len, words] bits over columns behind the prefix; None: causal
     tree_mask: torch.Tensor | None = None
@@ -117,6 +121,8 @@ class ForwardBatch:
             **fields,
             max_q_len=int(counts.max(initial=0)),
             attn_backend=model_runner.attn_backend,
+            seq_lens_cpu=batch.seq_lens,
+            extend_seq_lens_cpu=counts,
             last_rows=last_rows if batch.forward_mode.is_extend() else None,
             capture_hidden_mode=batch.capture_hidden_mode,
             input_logprobs=None

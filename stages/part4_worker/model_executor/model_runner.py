@@ -16,7 +16,8 @@ from ..models.loader import load_model
 from ..server_args import ServerArgs
 from .forward_batch_info import ForwardBatch
 
-KERNELS_OF_BACKEND = {"torch_native": "native", "triton": "triton"}
+# FlashInfer brings attention alone, so everything else is ours.
+KERNELS_OF_BACKEND = {"torch_native": "native", "triton": "triton", "flashinfer": "triton"}
 
 
 class ModelRunner:
@@ -25,6 +26,10 @@ class ModelRunner:
         self.model_config = model_config
         self.device = torch.device(server_args.device)
         self.dtype = _resolve_dtype(server_args.dtype, model_config, self.device)
+        if server_args.attention_backend == "flashinfer":
+            from ..layers.attention.flashinfer_backend import check_flashinfer
+
+            check_flashinfer(self.dtype, model_config.head_dim)
         self.kernels = load_kernels(KERNELS_OF_BACKEND[server_args.attention_backend])
         self.model = load_model(model_config, self.kernels, self.dtype, self.device)
         self.forward_ct = 0
@@ -60,6 +65,10 @@ class ModelRunner:
             from ..layers.attention.triton_backend import TritonAttnBackend
 
             return TritonAttnBackend(self)
+        if self.server_args.attention_backend == "flashinfer":
+            from ..layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+            return FlashInferAttnBackend(self)
         from ..layers.attention.torch_native_backend import TorchNativeAttnBackend
 
         return TorchNativeAttnBackend(self)

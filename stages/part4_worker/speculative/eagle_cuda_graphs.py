@@ -18,6 +18,8 @@ import torch
 from ..managers.schedule_batch import ScheduleBatch
 from ..model_executor.cuda_graph_runner import CudaGraphRunner
 from ..model_executor.device_io import PackedBuffer, Readback
+from ..model_executor.forward_batch_info import ForwardMode
+from ..model_executor.model_runner import ModelRunner
 from .eagle_info import EagleDraftInput, EagleStep, EagleVerifyInput, EagleVerifyOutput
 
 if TYPE_CHECKING:
@@ -39,6 +41,9 @@ class EagleCudaGraphs:
             topk_p=torch.zeros(most, topk, device=device),
             topk_index=torch.zeros(most, topk, dtype=torch.int64, device=device),
         )
+        self.target_runner, self.draft_runner = worker.target_worker.model_runner, runner
+        self.target_runner.attn_backend.init_cuda_graph_state(most, worker.speculative_num_draft_tokens)
+        self.draft_runner.attn_backend.init_cuda_graph_state(most, max(topk, worker.max_path + 1))
         graphs.register(self._capture)
 
     def _capture(self, size: int) -> None:
@@ -71,11 +76,15 @@ class EagleCudaGraphs:
     ) -> EagleVerifyInput:
         """Send `arrays`, the fields of EagleStep for the real rows, and draft for them."""
         self.inputs[size].fill(*arrays)
+        self.seq_lens_cpu = arrays[1]
+        if self.worker.draft_slots_per_req():
+            self._plan(self.draft_runner, ForwardMode.DECODE, size, self.worker.draft_slots_per_req())
         if draft_input.hidden_states.data_ptr() != self.draft_input.hidden_states.data_ptr():
             self.draft_input.copy_(draft_input)
         return self._rows(self.graphs.replay(("draft", size)), len(arrays[0]))
 
     def verify(self, size: int) -> EagleVerifyOutput:
+        self._plan_verify(size)
         output = self.graphs.replay(("verify", size))
         output.result.readback.launched()
         return output
@@ -84,6 +93,7 @@ class EagleCudaGraphs:
         self, size: int, verify_input: EagleVerifyInput, batch: ScheduleBatch
     ) -> EagleVerifyOutput:
         """The target in its graph; the acceptance outside, for it depends on what the requests ask."""
+        self._plan_verify(size)
         logits_output = self.graphs.replay(("verify_logits", size))
         real = len(verify_input.positions)
         logits_output = dataclasses.replace(
@@ -96,8 +106,18 @@ class EagleCudaGraphs:
         return output
 
     def draft_extend(self, size: int, bs: int) -> EagleDraftInput:
+        self._plan(self.draft_runner, ForwardMode.DRAFT_EXTEND, size, self.worker.max_path + 1)
         self.graphs.replay(("draft_extend", size))
         return dataclasses.replace(self._rows(self.draft_input, bs))  # the batch will filter its own
+
+    def _plan_verify(self, size: int) -> None:
+        n = self.worker.speculative_num_draft_tokens
+        self._plan(self.target_runner, ForwardMode.TARGET_VERIFY, size, n)
+
+    def _plan(self, runner: ModelRunner, mode: ForwardMode, size: int, entries: int) -> None:
+        """Plan a graph's attention for S + `entries` of each request."""
+        lens = self.seq_lens_cpu + entries
+        runner.attn_backend.init_forward_metadata_replay_cuda_graph(mode, size, lens)
 
     def _rows(
         self, static: EagleVerifyInput | EagleDraftInput, bs: int

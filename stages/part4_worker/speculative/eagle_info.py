@@ -61,6 +61,11 @@ class EagleStep:
     output_positions: torch.Tensor  # [bs] output tokens so far
     draft_slots: torch.Tensor  # [bs, topk · (steps − 1)] scratch: free again before verification allocates
     verify_slots: torch.Tensor  # [bs, n]
+    seq_lens_cpu: np.ndarray | None = None  # [bs] S on the host; None in what a graph records
+
+    def planned(self, entries: int) -> np.ndarray | None:
+        """ForwardBatch.seq_lens_cpu where every request gets `entries` more than S."""
+        return None if self.seq_lens_cpu is None else self.seq_lens_cpu + entries
 
     def first_rows(self, width: int) -> torch.Tensor:
         """First row of each request where every request has `width` rows, [bs + 1]."""
@@ -136,7 +141,8 @@ class EagleVerifyInput:
 
     def rows(self, bs: int) -> EagleVerifyInput:
         """Views of the first `bs` requests."""
-        step = EagleStep(*(getattr(self.step, f.name)[:bs] for f in dataclasses.fields(EagleStep)))
+        fields = (getattr(self.step, f.name) for f in dataclasses.fields(EagleStep))
+        step = EagleStep(*(t if t is None else t[:bs] for t in fields))
         n = self.draft_token.shape[1]
         per_request = (self.retrieve_index, self.retrieve_next_token, self.retrieve_next_sibling)
         return EagleVerifyInput(

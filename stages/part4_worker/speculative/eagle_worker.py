@@ -14,6 +14,7 @@ for is the end of the verification only, so it works while the draft extend runs
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,7 +135,8 @@ class EAGLEWorker(TpModelWorker):
         size = self.graphs.padded_size(batch.batch_size())
         if size is not None:
             return self.round_graphs.draft(size, arrays, batch.spec_info)
-        return self.draft_forward(EagleStep(*upload(self.device, *arrays)), batch.spec_info)
+        step = EagleStep(*upload(self.device, *arrays), batch.seq_lens)
+        return self.draft_forward(step, batch.spec_info)
 
     def _allocate(self, batch: ScheduleBatch) -> tuple[np.ndarray, ...]:
         """Slots for every beam that is run, taken back at once, then slots to verify in: often the same ones.
@@ -177,11 +179,13 @@ class EAGLEWorker(TpModelWorker):
         """`steps` levels in steps − 1 forwards; each beam attends to its own ancestors."""
         tree = DraftTree(self.topk)
         beams = tree.first_level(draft_input.topk_p, draft_input.topk_index, draft_input.hidden_states)
-        ancestors = None
+        ancestors = plan = None  # the attention backend's one plan serves all levels
         for level in range(self.speculative_num_steps - 1):
             bits = self._column_bits[level * self.topk : (level + 1) * self.topk]  # [topk, words]
             ancestors = self._ancestor_mask(ancestors, beams, bits)
-            logits_output = self.draft_model_runner.forward(self._draft_batch(step, beams, ancestors, level))
+            forward_batch = self._draft_batch(step, beams, ancestors, level, plan)
+            logits_output = self.draft_model_runner.forward(forward_batch)
+            plan = forward_batch.attn_metadata
             proposals = self._propose(logits_output)
             if level < self.speculative_num_steps - 2:
                 beams = tree.next_level(beams, *proposals, logits_output.hidden_states, self.kernels)
@@ -201,7 +205,7 @@ class EAGLEWorker(TpModelWorker):
         return parents.gather(1, index) | own
 
     def _draft_batch(
-        self, step: EagleStep, beams: Beams, ancestors: torch.Tensor, level: int
+        self, step: EagleStep, beams: Beams, ancestors: torch.Tensor, level: int, plan: Any
     ) -> ForwardBatch:
         first = level * self.topk
         return ForwardBatch(
@@ -216,6 +220,8 @@ class EAGLEWorker(TpModelWorker):
             q_start_loc=step.first_rows(self.topk),
             max_q_len=self.topk,
             attn_backend=self.draft_model_runner.attn_backend,
+            seq_lens_cpu=step.planned(self.draft_slots_per_req()),
+            attn_metadata=plan,
             tree_mask=ancestors,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             topk=self.topk,
@@ -261,6 +267,7 @@ class EAGLEWorker(TpModelWorker):
             q_start_loc=step.first_rows(n),
             max_q_len=n,
             attn_backend=target.attn_backend,
+            seq_lens_cpu=step.planned(n),
             tree_mask=verify_input.tree_mask,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             topk=topk,
@@ -349,6 +356,7 @@ class EAGLEWorker(TpModelWorker):
             q_start_loc=step.first_rows(width),
             max_q_len=width,
             attn_backend=self.draft_model_runner.attn_backend,
+            seq_lens_cpu=step.planned(width),
             last_rows=step.first_rows(width)[:-1] + output.accept_length,
             capture_hidden_mode=CaptureHiddenMode.LAST,
             topk=self.topk,

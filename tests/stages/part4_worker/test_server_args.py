@@ -202,6 +202,11 @@ def test_a_device_or_backend_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     args = make(device=None)
     assert (args.device, args.attention_backend) == ("cuda", "triton")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"flashinfer-python.*pip install '\.\[gpu\]'"):
+        make(EVERYTHING, device="cuda", attention_backend="flashinfer")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert make(EVERYTHING, device="cuda", attention_backend="flashinfer").attention_backend == "flashinfer"
     assert make(CHAIN_ONLY, device=None).attention_backend == "torch_native"
 
 

@@ -2,6 +2,7 @@
 
 from ..host_metadata import HostMetadata
 from .attention import attention
+from .flat_layout import create_custom_mask, create_kv_indices
 from .fused_linear import linear, linear_float32, norm_gate_up, norm_qkv_rotary_store
 from .layers import rms_norm, rotary_store, silu_and_mul
 from .lm_head import linear_topk
@@ -20,6 +21,8 @@ __all__ = [
     "assign_req_to_token",
     "attention",
     "build_tree",
+    "create_custom_mask",
+    "create_kv_indices",
     "linear",
     "linear_float32",
     "linear_topk",

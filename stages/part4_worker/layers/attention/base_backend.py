@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from ...model_executor.forward_batch_info import ForwardBatch
+from ...model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 if TYPE_CHECKING:
     from ...model_executor.model_runner import ModelRunner
@@ -26,6 +27,14 @@ class AttentionBackend:
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan once per forward whatever its layers share."""
+
+    def init_cuda_graph_state(self, max_bs: int, max_q_len: int) -> None:
+        """Before anything is recorded: the most requests in a graph, and the most rows of one of them."""
+
+    def init_forward_metadata_replay_cuda_graph(
+        self, forward_mode: ForwardMode, bs: int, seq_lens_cpu: np.ndarray
+    ) -> None:
+        """Before each replay of a graph over `bs` requests: ForwardBatch.seq_lens_cpu of the real ones."""
 
     def forward(self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
         """q [rows, heads, head_dim] → the same shape; these rows' keys and values are stored already."""
