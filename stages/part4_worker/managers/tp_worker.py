@@ -91,6 +91,7 @@ class TpModelWorker:
         self.static_inputs: dict[int, PackedBuffer] = {}
         self.model_runner.attn_backend.init_cuda_graph_state(max(graphs.sizes, default=0), 1)
         graphs.register(self._capture_decode)
+        self.model_runner.init_extend_graphs(graphs)
 
     def _capture_decode(self, size: int) -> None:
         buffer = self.static_inputs[size] = PackedBuffer(self.device, [(size,)] * len(_DECODE_INPUTS))

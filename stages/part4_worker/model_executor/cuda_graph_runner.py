@@ -80,14 +80,13 @@ class CudaGraphRunner:
     def _capture_size(self, size: int) -> None:
         if size not in self._captured:
             self._captured.add(size)
-            self.is_capturing = True
             for capture_size in self._captures:
                 capture_size(size)
-            self.is_capturing = False
 
     @torch.inference_mode()
     def capture(self, key: Hashable, function: Callable[[], Any]) -> Any:
         """Record `function` and return what it returned; replays write to the same tensors."""
+        self.is_capturing = True
         before = [runner.forward_ct for runner in self.model_runners]
         result = function()  # compiles kernels and makes what lives longer than a call
         forwards = [runner.forward_ct - n for runner, n in zip(self.model_runners, before, strict=True)]
@@ -102,6 +101,7 @@ class CudaGraphRunner:
         for runner, n in zip(self.model_runners, before, strict=True):
             runner.forward_ct = n
         self._graphs[key] = _Recorded(graph, function, result, forwards)
+        self.is_capturing = False
         return result
 
     def replay(self, key: Hashable) -> Any:

@@ -14,7 +14,9 @@ from ..mem_cache.allocator import TokenToKVPoolAllocator
 from ..mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from ..models.loader import load_model
 from ..server_args import ServerArgs
-from .forward_batch_info import ForwardBatch
+from .cuda_graph_runner import CudaGraphRunner
+from .extend_cuda_graphs import ExtendCudaGraphs
+from .forward_batch_info import CaptureHiddenMode, ForwardBatch
 
 # FlashInfer brings attention alone, so everything else is ours.
 KERNELS_OF_BACKEND = {"torch_native": "native", "triton": "triton", "flashinfer": "triton"}
@@ -32,6 +34,7 @@ class ModelRunner:
             check_flashinfer(self.dtype, model_config.head_dim)
         self.kernels = load_kernels(KERNELS_OF_BACKEND[server_args.attention_backend])
         self.model = load_model(model_config, self.kernels, self.dtype, self.device)
+        self.extend_graphs: ExtendCudaGraphs | None = None
         self.forward_ct = 0
 
     def kv_bytes_per_token(self) -> int:
@@ -54,8 +57,31 @@ class ModelRunner:
         )
         self.attn_backend = self._make_attn_backend()
 
-    @torch.inference_mode()
+    def init_extend_graphs(
+        self,
+        graphs: CudaGraphRunner,
+        capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+        topk: int = 1,
+        is_draft: bool = False,
+    ) -> None:
+        """Have short prompts replayed, for callers that ask for these captures; see ExtendCudaGraphs."""
+        # FlashInfer plans a prefill for its lengths, and no rank of a group may differ from another.
+        if (
+            graphs.sizes
+            and self.server_args.attention_backend != "flashinfer"
+            and self.server_args.dp_size == 1
+        ):
+            self.extend_graphs = ExtendCudaGraphs(self, graphs, capture_hidden_mode, topk, is_draft)
+
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+        if self.extend_graphs is not None and forward_batch.forward_mode.is_extend():
+            output = self.extend_graphs.run(forward_batch)
+            if output is not None:
+                return output
+        return self.forward_eagerly(forward_batch)
+
+    @torch.inference_mode()
+    def forward_eagerly(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         self.forward_ct += 1
         self.attn_backend.init_forward_metadata(forward_batch)
         return self.model(forward_batch.input_ids, forward_batch.positions, forward_batch)

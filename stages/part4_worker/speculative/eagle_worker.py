@@ -93,6 +93,8 @@ class EAGLEWorker(TpModelWorker):
         """Record a round of each size: draft, verify, draft extend."""
         self.graphs = graphs
         self.round_graphs = EagleCudaGraphs(self, graphs)
+        self.target_worker.model_runner.init_extend_graphs(graphs, CaptureHiddenMode.FULL)
+        self.draft_model_runner.init_extend_graphs(graphs, CaptureHiddenMode.LAST, self.topk, is_draft=True)
 
     # ---- prefill ----
 
