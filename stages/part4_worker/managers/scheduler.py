@@ -191,7 +191,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
             },
             "avg_correct_drafts": sum(n * c for n, c in enumerate(drafts)) / rounds if rounds else 0.0,
             "is_on": {
-                "cuda_graph": self.server_args.cuda_graph,
+                "cuda_graph": bool(self.graphs.sizes),
                 "overlap_schedule": self.server_args.overlap_schedule,
                 "radix_cache": not self.server_args.disable_radix_cache,
                 "dtype": str(self.tp_worker.model_runner.dtype).removeprefix("torch."),

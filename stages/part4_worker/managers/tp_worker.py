@@ -96,7 +96,7 @@ class TpModelWorker:
     def _capture_decode(self, size: int) -> None:
         buffer = self.static_inputs[size] = PackedBuffer(self.device, [(size,)] * len(_DECODE_INPUTS))
         self.graphs.capture(("decode", size), partial(self._decode_greedily, buffer, Readback()))
-        self.graphs.capture(("decode_logits", size), partial(self._decode, buffer, None))
+        self.graphs.capture(("decode_logits", size), partial(self._decode_logits, buffer))
 
     def forward_batch_generation(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
         """Run the model over a step's rows and sample one token per request."""
@@ -124,6 +124,12 @@ class TpModelWorker:
         _, output = self._decode(buffer, topk=1)
         is_finite = torch.isfinite(output.topk_p[:, 0])
         return GenerationBatchResult(output.topk_index, is_finite).start_read(readback)
+
+    def _decode_logits(self, buffer: PackedBuffer) -> tuple[torch.Tensor, LogitsProcessorOutput]:
+        output_positions, output = self._decode(buffer, topk=None)
+        size = len(output_positions)
+        output.next_token_logits = self.graphs.shared("next_token_logits", size, output.next_token_logits)
+        return output_positions, output
 
     def _decode(self, buffer: PackedBuffer, topk: int | None) -> tuple[torch.Tensor, LogitsProcessorOutput]:
         """One token for each row of static inputs: what a graph records. Also returns output positions."""

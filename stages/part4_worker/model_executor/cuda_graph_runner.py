@@ -32,9 +32,10 @@ def batch_sizes_to_capture(server_args: ServerArgs) -> list[int]:
     """Ascending; empty where CUDA graphs are off. A batch over the largest runs eagerly."""
     if not server_args.cuda_graph:
         return []
-    most = min(server_args.max_running_requests, server_args.cuda_graph_max_bs or _DEFAULT_SIZES[-1])
+    running, asked = server_args.max_running_requests, server_args.cuda_graph_max_bs
     if server_args.cuda_graph_bs is not None:
-        return sorted(size for size in server_args.cuda_graph_bs if size <= server_args.max_running_requests)
+        return [size for size in server_args.cuda_graph_bs if size <= min(running, asked or running)]
+    most = min(running, asked or _DEFAULT_SIZES[-1])
     return sorted({size for size in _DEFAULT_SIZES if size < most} | {most})
 
 
@@ -53,6 +54,7 @@ class CudaGraphRunner:
         self.sizes = batch_sizes_to_capture(server_args)
         self._on_gpu = server_args.device == "cuda"
         self._graphs: dict[Hashable, _Recorded] = {}
+        self._shared: dict[Hashable, torch.Tensor] = {}
         self._captures: list[Callable[[int], None]] = []
         self._captured: set[int] = set()
         self.is_capturing = False
@@ -103,6 +105,17 @@ class CudaGraphRunner:
         self._graphs[key] = _Recorded(graph, function, result, forwards)
         self.is_capturing = False
         return result
+
+    def shared(self, name: str, size: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a graph's large result in memory that the graphs of all sizes share.
+
+        `tensor` has some rows for each of `size` requests. Whoever reads the copy does so before the next
+        replay; a result that is not shared lives as long as its graph does, in every size anew.
+        """
+        rows = len(tensor) // size
+        if name not in self._shared:
+            self._shared[name] = tensor.new_empty(self.sizes[-1] * rows, *tensor.shape[1:])
+        return self._shared[name][: len(tensor)].copy_(tensor)
 
     def replay(self, key: Hashable) -> Any:
         recorded = self._graphs[key]
