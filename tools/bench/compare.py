@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from ..models.cache import ModelError, find_model
 from ..models.head_progress import progress_bar
 from .divergence import Verdict, judge
 from .engine_flags import command
-from .measure import Cost, measure, model_forwards
+from .measure import Cost, Run, measure, model_forwards, timed_run
 from .stages_door import (
     PROMPTS,
     TREE_FLAGS,
@@ -64,20 +63,24 @@ class Row:
         return self.info["speculative_algorithm"] is None
 
     @property
+    def runs(self) -> list[Run]:
+        """The timed runs in order; they all gave the same results."""
+        return [Run.of(self.results, seconds) for seconds in self.seconds]
+
+    @property
     def tokens(self) -> int:
         """Output tokens of one run over all prompts."""
-        return sum(len(result["output_ids"]) for result in self.results)
+        return self.runs[0].tokens
 
     @property
     def speeds(self) -> list[float]:
         """Output tokens per second, end to end, of each run in order."""
-        return [self.tokens / seconds for seconds in self.seconds]
+        return [run.speed for run in self.runs]
 
     @property
     def tokens_per_round(self) -> float:
         """Tokens that all rounds made over the number of rounds; 1 for plain decoding."""
-        rounds = sum(result["meta_info"].get("spec_verify_ct", 0) for result in self.results)
-        return (self.tokens - len(self.results)) / rounds if rounds else 1.0
+        return self.runs[0].tokens_per_round
 
     @property
     def verdict(self) -> Verdict:
@@ -165,10 +168,8 @@ def _timed_run(row: Row, engine: Any, ids: list[list[int]], new_tokens: int) -> 
         _measured_run(row, engine, ids, new_tokens)
         row.seconds.append(row.cost.total)
         return
-    engine.flush_cache()
-    start = time.perf_counter()
-    row.results = generate(engine, ids, new_tokens, ignore_eos=True)
-    row.seconds.append(time.perf_counter() - start)
+    run, row.results = timed_run(engine, [ids], new_tokens, ignore_eos=True)
+    row.seconds.append(run.seconds)
 
 
 def _measured_run(row: Row, engine: Any, ids: list[list[int]], new_tokens: int) -> None:
