@@ -1,4 +1,4 @@
-"""Where a number comes from: commit, sources, machine and versions, for every JSON file that holds numbers."""
+"""Where a number comes from: commit, sources, machine, versions; for every JSON file that holds numbers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
 
 
 def sources_sha256(folder: Path) -> str:
-    """One hash over the names and contents of a folder's Python and TOML files: the same code, the same hash."""
+    """One hash over names and contents of a folder's Python and TOML files: the same code, the same hash."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".toml")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

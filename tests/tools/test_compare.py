@@ -8,17 +8,8 @@ import pytest
 from rich.console import Console
 
 from tools.bench import compare
-from tools.bench.compare import (
-    CHAIN,
-    TREE,
-    Row,
-    compare_stage,
-    contenders,
-    failures,
-    notes,
-    step_count,
-    table_of,
-)
+from tools.bench.compare import Row, compare_stage, failures, notes, step_count, table_of
+from tools.bench.configurations import CHAIN, TREE, contenders
 from tools.bench.divergence import Verdict
 from tools.bench.measure import Cost
 from tools.bench.stages_door import PROMPTS, TREE_FLAGS, read_prompts, resolve_stage

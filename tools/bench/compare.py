@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,10 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models.cache import ModelError, find_model
-from ..models.head_progress import progress_bar
+from .configurations import contenders
 from .divergence import Verdict, judge
 from .engine_flags import command
 from .measure import Cost, Run, measure, model_forwards, timed_run
+from .progress import progress
 from .stages_door import (
     PROMPTS,
     TREE_FLAGS,
@@ -33,15 +34,12 @@ from .stages_door import (
     all_stages,
     encode_prompts,
     generate,
-    merge_flags,
-    plain_flags,
     pool_flags,
     read_prompts,
     resolve_stage,
     shape_name,
 )
 
-CHAIN, TREE = (3, 1, 4), (3, 4, 8)  # steps, topk, draft tokens
 SIMULATION_TOLERANCE = 0.03  # tokens per round
 
 
@@ -95,21 +93,6 @@ class Row:
         return str(worst) + (f", {same} of {len(self.verdicts)}" if worst.kind != "yes" and same > 1 else "")
 
 
-def contenders(stage: Stage, given: dict[str, Any]) -> list[dict[str, Any]]:
-    """Engine flags of each row: plain, then a chain and a tree as far as the stage has them.
-
-    Where `given` says something about the shape of a tree there is one speculative row, with that shape.
-    """
-    flags = merge_flags(stage, given)
-    rows = [plain_flags(flags)]
-    if flags.get("speculative_algorithm") is None:
-        return rows
-    if any(name in given for name in TREE_FLAGS):
-        return [*rows, flags]
-    shapes = [CHAIN, TREE] if stage.has("tree") else [CHAIN]
-    return rows + [flags | dict(zip(TREE_FLAGS, shape, strict=True)) for shape in shapes]
-
-
 def compare_stage(
     stage: Stage,
     given: dict[str, Any],
@@ -131,7 +114,7 @@ def compare_stage(
             engine = stack.enter_context(stage.open(**pool_flags(flags, len(prompts), new_tokens)))
             info = engine.get_server_info()
             pairs.append((Row(stage.name, shape_name(info), info), engine))
-        ids = encode_prompts(pairs[0][1], prompts, raw)
+        ids = encode_prompts(pairs[0][1].tokenizer, prompts, raw)
         for row, engine in pairs:
             advance(f"{row.label}: warming up")
             generate(engine, ids, min(new_tokens, 4), ignore_eos=True)
@@ -313,7 +296,7 @@ def compare(
     chosen = [resolve_stage(name) for name in stages] if stages else all_stages()
     on_gpu = torch.cuda.is_available() and given.get("device") != "cpu"
     rows: list[Row] = []
-    with _progress(sum(step_count(stage, given, repeats, on_gpu) for stage in chosen)) as advance:
+    with progress(sum(step_count(stage, given, repeats, on_gpu) for stage in chosen)) as advance:
         for stage in chosen:
             rows += compare_stage(stage, given, texts, max_new_tokens, repeats, raw, advance)
     console = Console(highlight=False)
@@ -332,22 +315,3 @@ def compare(
         console.print(f"  {what:38}{where}", soft_wrap=True, markup=False)
     if wrong:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal, a line for each step elsewhere; both on standard error."""
-    if not Console(stderr=True).is_terminal:
-        yield lambda what: typer.echo(what, err=True)
-        return
-    with progress_bar() as progress:
-        task = progress.add_task("", total=total)
-        started = False
-
-        def advance(what: str) -> None:
-            nonlocal started
-            progress.update(task, description=f"{what:36}", advance=int(started))
-            started = True
-
-        yield advance
-        progress.update(task, completed=total)

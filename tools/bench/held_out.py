@@ -50,9 +50,9 @@ def describe(folder: Path, questions: list[str]) -> dict[str, Any]:
         "about": f"{len(questions)} questions that no draft head was trained on, sent with the model's chat "
         f"template and its default system prompt; up to {NEW_TOKENS} new tokens, the end of turn ends an "
         "answer, greedy.",
-        "how": "python -m tools.bench.held_out TEXT, on the text that smollm2-135m-eagle was trained with: the "
-        "first questions of its held-out part whose answer ended by itself, none of them a prompt of the "
-        "training part.",
+        "how": "python -m tools.bench.held_out TEXT, on the text that smollm2-135m-eagle was trained with: "
+        "the first questions of its held-out part whose answer ended by itself, none of them a prompt of "
+        "the training part.",
         "text_sha256": {path.name: sha256_of(path) for path in sorted(folder.glob("*.npz"))},
         "held_out_file": HELD_OUT,
         "new_tokens": NEW_TOKENS,

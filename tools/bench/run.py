@@ -144,7 +144,7 @@ def run(
     with Console(stderr=True).status(f"loading {found.name}"):
         engine = found.open(**flags)
     with engine:
-        (ids,) = encode_prompts(engine, [prompt], raw)
+        (ids,) = encode_prompts(engine.tokenizer, [prompt], raw)
         info = engine.get_server_info()
         is_plain = not console.is_terminal or bool(os.environ.get("NO_COLOR"))
         is_plain = is_plain or info["speculative_algorithm"] is None

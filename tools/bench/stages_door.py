@@ -167,12 +167,12 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def encode_prompts(engine: Any, prompts: Sequence[str], raw: bool) -> list[list[int]]:
+def encode_prompts(tokenizer: Any, prompts: Sequence[str], raw: bool) -> list[list[int]]:
     """Token ids of each prompt: as they stand if `raw`, else as a user's turn in the chat template.
 
-    The template adds its default system prompt. Raises BadInput where there is no tokenizer or no template.
+    The template adds its default system prompt. Raises BadInput where there is no tokenizer (None) or no
+    template.
     """
-    tokenizer = engine.tokenizer
     if tokenizer is None:
         raise BadInput("A prompt is text, and --skip-tokenizer-init loads no tokenizer: leave it out.")
     for prompt in prompts:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..bench.configurations import Shape
 from ..bench.stages_door import read_prompts
 from ..provenance import provenance
 from .cache import ModelError, sha256_of
 from .head_data import Template, load_text
-from .head_eval import CHAINS, TREES, Shape, rows_of, simulate
+from .head_eval import CHAINS, TREES, rows_of, simulate
 from .head_model import FrozenTarget, Head, load_head
 from .head_progress import progress_bar
 
