@@ -200,11 +200,13 @@ def pool_flags(flags: dict[str, Any], prompts: int, new_tokens: int) -> dict[str
     return {"max_total_tokens": max(4096, slots)} | flags
 
 
-def generate(engine: Any, prompts: list[list[int]], new_tokens: int, **params: Any) -> list[dict[str, Any]]:
+def generate(
+    engine: Any, prompts: list[list[int]], new_tokens: int, rid: list[str] | None = None, **params: Any
+) -> list[dict[str, Any]]:
     """Greedy results for all prompts at once. Raises BadInput for what the engine refuses or aborts."""
     wanted = {"temperature": 0, "max_new_tokens": new_tokens, **params}
     with refusals():
-        results = engine.generate(input_ids=prompts, sampling_params=wanted)
+        results = engine.generate(input_ids=prompts, sampling_params=wanted, rid=rid)
     for result in results:
         refuse_abort(result)
     return results
