@@ -124,11 +124,10 @@ def _bars(row: dict[str, Any], reached: Reached | None) -> list[str]:
 
     def bar(value: float) -> str:
         text = f"{'≤' if less else '≥'} {shown(value)}"
-        if "per_round" not in row:
-            return text
-        return text + (
-            f", here {shown(value * scale)}" if reached else f" at {row['per_round']} tokens/round"
-        )
+        if "per_round" in row:
+            text += f" at {row['per_round']} tokens/round"
+            text += f", here {shown(value * scale)}" if reached else ""
+        return text
 
     cells = [bar(row["must"]), bar(row["goal"])]
     if reached is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,17 +67,14 @@ def _run(
     plan: Plan, results: Results, advance: Callable[[str], None], deadline: float, command: Sequence[str]
 ) -> tuple[int, str | None]:
     """Run one process; how many of its configurations came to their end, and why the next one did not."""
-    commit, dirty = commit_and_dirty()
-    about = {"kind": plan.kind, "turn": plan.turn, "commit": commit, "dirty": dirty}
-    configurations = {entry["name"]: entry for entry in plan.job["configurations"]}
-    settings = {key: plan.job[key] for key in ("repeat", "seconds") if key in plan.job}
     seconds = max(0.0, min(deadline - time.monotonic(), PROCESS_SECONDS))
-    done, process, error = 0, None, None
-    with tempfile.TemporaryFile("w+") as complaints:
-        child = subprocess.Popen(
+    is_over = threading.Event()
+    with (
+        tempfile.TemporaryFile("w+") as complaints,
+        subprocess.Popen(
             command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, text=True
-        )
-        is_over = threading.Event()
+        ) as child,
+    ):
 
         def end() -> None:
             is_over.set()
@@ -85,42 +83,50 @@ def _run(
         timer = threading.Timer(seconds, end)
         timer.start()
         try:
-            child.stdin.write(json.dumps(plan.job))
-            child.stdin.close()
-            for line in child.stdout:
-                try:
-                    event = json.loads(line)
-                except ValueError:  # killed in the middle of a line
-                    break
-                if event["event"] == "progress":
-                    advance(event["what"])
-                    continue
-                if event["event"] == "begin":
-                    entry = configurations[event["configuration"]]
-                    process = results.begin(
-                        {"configuration": entry["name"], **about, "started": _now(), **settings}
-                        | {key: entry[key] for key in ("flags", "batches") if key in entry}
-                    )
-                if event["event"] == "end" and event["error"]:
-                    error = event["error"]
-                elif process is not None:
-                    results.take(process, event)
-                    done += event["event"] == "end"
-            child.wait()
-        except BrokenPipeError:
-            child.wait()
+            with contextlib.suppress(BrokenPipeError):  # it died before it read its job
+                child.stdin.write(json.dumps(plan.job))
+                child.stdin.close()
+            done, error = _collect(plan, child.stdout, results, advance)
         finally:
             timer.cancel()
-            if child.poll() is None:
+            if child.poll() is None and sys.exc_info()[0] is not None:  # interrupted: it must not live on
                 child.kill()
-                child.wait()
-        if error is None and (child.returncode or done < len(configurations)):
+        code = child.wait()
+        if error is None and done < len(plan.job["configurations"]):
             complaints.seek(0)
             last = [line for line in complaints.read().splitlines() if line.strip()][-1:]
-            error = f"the process ended with {child.returncode}" + (f": {last[0]}" if last else "")
+            error = f"the process ended with {code}" + (f": {last[0]}" if last else "")
             if is_over.is_set():
                 error = "its time was over before it had finished"
     return done, error
+
+
+def _collect(
+    plan: Plan, lines: Iterable[str], results: Results, advance: Callable[[str], None]
+) -> tuple[int, str | None]:
+    """Enter what a process says; how many configurations came to their end, and the error of the next."""
+    commit, dirty = commit_and_dirty()
+    about = {"kind": plan.kind, "turn": plan.turn, "commit": commit, "dirty": dirty}
+    about |= {key: plan.job[key] for key in ("repeat", "seconds") if key in plan.job}
+    configurations = {entry["name"]: entry for entry in plan.job["configurations"]}
+    done, process = 0, None
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:  # killed in the middle of a line
+            break
+        if event["event"] == "progress":
+            advance(event["what"])
+            continue
+        if event["event"] == "end" and event["error"]:
+            return done, event["error"]
+        if event["event"] == "begin":
+            entry = configurations[event["configuration"]]
+            own = {key: entry[key] for key in ("flags", "batches") if key in entry}
+            process = results.begin({"configuration": entry["name"], **about, "started": _now(), **own})
+        results.take(process, event)
+        done += event["event"] == "end"
+    return done, None
 
 
 def _note_error(results: Results, plan: Plan, name: str, error: str) -> None:
