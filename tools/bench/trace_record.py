@@ -1,8 +1,9 @@
 """Records what an engine does, step by step, without a line of code in it.
 
 The phases are methods that have upstream's names in every stage; they are wrapped. On a GPU an event is
-recorded before and after each, so the device's time is known without waiting for it; what phases return are
-buffers that the next step overwrites, so they are copied as soon as the step has waited for the device.
+recorded before and after each, so the device's time is known without waiting for it. A tree stands in buffers
+that the next round overwrites: it is copied on the device, in one operation at the end of the step, and read
+when all is over. Nothing else is added to a step.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Recorder:
         self.phases: list[dict[str, Any]] = []
         self.rounds: list[dict[str, Any]] = []
         self.tree: tuple[Any, Any] | None = None  # what `draft` returned, and S of each request then
+        # Entries of rounds whose trees are still on the device: tokens, first children, next siblings.
+        self.unread: list[tuple[list[dict[str, Any]], Any]] = []
 
     @contextmanager
     def recording(self, engine: Any) -> Iterator[None]:
@@ -54,6 +57,9 @@ class Recorder:
         with wrap({"step": [(self.scheduler, "step")]}, self._step), wrap(trace_phases(engine), self._phase):
             yield
         self.synchronize()
+        for entries, trees in self.unread:
+            for entry, tokens, child, sibling in zip(entries, *trees.tolist(), strict=True):
+                entry.update(tree=tokens, parents=parents_of(child, sibling))
         for step in self.steps:
             for phase in step["phases"]:
                 if events := phase["device_us"]:
@@ -124,12 +130,11 @@ class Recorder:
 
     def _rounds(self, batch: Any, slots: Any, before: list[int], result: Any) -> list[dict[str, Any]]:
         """What each request's round was; called when the step has read its result."""
+        import torch
+
         verify_input, seq_lens = self.tree
-        n = slots.shape[1]
         fields = ("draft_token", "retrieve_next_token", "retrieve_next_sibling")
-        tree, child, sibling = (
-            getattr(verify_input, name)[: len(batch.reqs)].reshape(-1, n).tolist() for name in fields
-        )
+        trees = torch.stack([getattr(verify_input, name)[: len(batch.reqs)] for name in fields])  # [3, bs, n]
         table = batch.req_to_token_pool.req_to_token_host
         found = []
         for i, req in enumerate(batch.reqs):
@@ -138,14 +143,15 @@ class Recorder:
                 {
                     "request": int(req.rid),
                     "seq_len": start,
-                    "tree": tree[i],
-                    "parents": parents_of(child[i], sibling[i]),
+                    "tree": [],
+                    "parents": [],
                     "slots": slots[i].tolist(),
                     "path": [int(node) for node in result.accept_index[i] if node >= 0],
                     "kept_slots": table[req.req_pool_idx, start : start + len(tokens)].tolist(),
                     "tokens": tokens,
                 }
             )
+        self.unread.append((found, trees))
         return found
 
 
