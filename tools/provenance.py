@@ -43,8 +43,7 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     if on_gpu:
-        drivers = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        found["driver"] = drivers.split("\n")[0] if drivers else None
+        found["driver"] = _driver()
         found["versions"]["cuda"] = torch.version.cuda
     for package in ("triton", "transformers", "numpy", "flashinfer-python"):
         try:
@@ -62,13 +61,24 @@ def sources_sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def _driver() -> str | None:
+    drivers = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if drivers:
+        return drivers.splitlines()[0]
+    return _first(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", "/proc/driver/nvidia/version")
+
+
 def _cpu_model() -> str:
+    return _first(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo") or platform.processor()
+
+
+def _first(pattern: str, path: str) -> str | None:
+    """What the pattern's group finds in a file; None where there is no such file or nothing in it."""
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        found = re.search(pattern, Path(path).read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        return platform.processor()
-    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return named[1] if named else platform.processor()
+        return None
+    return found[1] if found else None
 
 
 def _said(*command: str) -> str | None:

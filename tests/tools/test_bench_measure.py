@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.contract.probe import Probe
-from tools.bench import measure, steady
+from tools.bench import bench_plans, measure, steady
 from tools.bench.bench_plans import HF_MODES
 from tools.bench.bench_process import run_job
 from tools.bench.bench_results import load
@@ -67,8 +67,10 @@ def test_steady_rounds_leave_the_engine_as_it_was(plain, chain) -> None:
         found = steady.steady(engine, WAVES[0], 20)
         Probe(engine).check_idle()
         assert set(found.phases) == parts and found.batch == 2
-        # All rounds but the last few, the first quarter left out; none once a request could have ended.
         assert 0 < len(found.rounds) < expected.steps and len(found.device) == 1
+        if engine is plain:
+            # 19 steps without the last two, which are too near the end; of 17 the first four are left out.
+            assert len(found.rounds) == 13
         assert found.device[0] == pytest.approx(sum(samples[0] for samples in found.phases.values()))
         assert 4 + 1 < found.context <= 4 + 20
         assert timed_run(engine, WAVES[:1], 20, ignore_eos=True)[0].tokens == expected.tokens
@@ -210,15 +212,15 @@ def test_hugging_face_answers_every_question_to_its_length(zoo, mode, recwarn) -
     assert (found["tokens"], found["requests"], found["batch"]) == (14, 2, 1) and found["seconds"] > 0
 
 
-def test_the_command_measures_with_processes_of_its_own(fledge, tiny_options, tmp_path) -> None:
+def test_the_command_measures_with_a_process_of_its_own(fledge, tiny_options, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(bench_plans, "there_and_back", list)  # one process is slow enough for a test
     path = tmp_path / "r.json"
     words = ["bench", "part4_worker", "--config", "plain", "--batch", 8, "--set", "questions", "--repeat", 1]
     done = fledge(*words, "--max-new-tokens", 8, "--out", path, *tiny_options)
     assert done.exit_code == 0, done.output
     data = load(path)
-    assert [(p["configuration"], p["turn"], len(p["cells"])) for p in data["processes"]] == [
-        ("plain", 1, 1), ("plain", 2, 1),
-    ]  # fmt: skip
+    (process,) = data["processes"]
+    assert (process["configuration"], process["turn"], len(process["cells"])) == ("plain", 1, 1)
     assert {"commit", "dirty", "device", "versions", "command", "how", "prompt_sets"} <= set(data)
     assert "\nplain: loading\nplain: questions, batch 8\n" in f"\n{done.stderr}"
     (row,) = data["summary"]

@@ -132,6 +132,7 @@ def test_bad_input_is_one_sentence(fledge, tiny_options, tmp_path) -> None:
     words = ["bench", "part4_worker", *tiny_options, "--out", tmp_path / "r.json"]
     for more, sentence in (
         (["--speculative-eagle-topk", 2], "give shapes as --config steps/topk/tokens"),
+        (["--enable-dp-attention"], "fledge bench looks into the engine's own process"),
         (["--set", "riddles"], "There is no prompt set 'riddles': give questions or held-out."),
         (["--config", "3/1/9"], "'3/1/9' is no shape"),
         (["--attention-backend", "flashinfer"], "flashinfer"),

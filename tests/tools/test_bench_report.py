@@ -198,6 +198,23 @@ def test_the_terminal_table_has_every_cell(folder) -> None:
     assert lines.index(["questions"]) < lines.index(["held-out"]) and "…" not in out.getvalue()
 
 
+def test_what_stands_beside_the_cells_is_said(folder) -> None:
+    floor = FLOOR | {"layer_matmuls": {"1": [5e-4]}, "lm_head": {"1": [17e-6]}}
+    measured(
+        folder,
+        process("floor", [], kind="floor", result=floor),
+        process("hf greedy", [], kind="hf", result={"seconds": 40.0, "tokens": 2000}),
+        process("tree 5/8/32", []) | {"error": "out of memory"},
+    )
+    data = load(folder / "part4_worker-triton.json") | {"tuned": {"1": "tree 5/4/8", "64": "chain 1/1/2"}}
+    assert bench_report.notes(data) == [
+        "floor: a copy moves 0.00 TB/s; the layers' matmuls at 1 row take 500 µs, the LM head 17 µs",
+        "hf greedy, batch 1: 50.0 tokens/s",
+        "best shape by batch: 1: tree 5/4/8, 64: chain 1/1/2",
+        "failed: tree 5/8/32 (out of memory)",
+    ]
+
+
 def test_rendering_writes_only_what_changed(tmp_path, folder, monkeypatch) -> None:
     monkeypatch.setattr(bench_report, "REPO", tmp_path)
     text = "a\n<!-- bench speed -->\nold\n<!-- /bench -->\nb\n"

@@ -290,6 +290,7 @@ def test_the_command_records_prints_and_shows_again(fledge, tiny_options, tmp_pa
 def test_bad_input_is_one_sentence(fledge, tiny_options, tmp_path) -> None:
     (tmp_path / "t.json").write_text("{}")
     for words, sentence in (
+        (["part4_worker", "a", "--enable-dp-attention"], "no --enable-dp-attention here"),
         (["part4_worker"], "Give at least one prompt"),
         (["no_such_stage", "a"], "There is no stage"),
         ([tmp_path / "t.json"], "The trace is not valid: KeyError: 'format'."),

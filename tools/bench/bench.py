@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from .bench_plans import Asked, engine_plans, floor_plans, hf_plans, tune_plans
-from .bench_report import FOLDER, render, table_of
+from .bench_report import FOLDER, notes, render, table_of
 from .bench_results import Results, load
 from .bench_runs import Plan, run_plans
 from .bench_summary import best_per_batch
@@ -23,7 +23,7 @@ from .configurations import BATCHES
 from .engine_flags import command
 from .progress import progress
 from .prompt_sets import PromptSet, load_sets
-from .stages_door import TREE_FLAGS, BadInput, all_stages, resolve_stage
+from .stages_door import TREE_FLAGS, BadInput, all_stages, refuse_ranks, resolve_stage
 
 
 @command
@@ -83,6 +83,7 @@ def bench(
     for name in TREE_FLAGS:
         if name in given:
             raise BadInput(f"--{name.replace('_', '-')}: give shapes as --config steps/topk/tokens.")
+    refuse_ranks(given, "bench")
     batches = tuple(sorted(set(batch or BATCHES)))
     asked = Asked(found, given, batches, _sets(prompt_set), repeat, seconds, max_new_tokens, raw)
     path = (out or FOLDER / f"{found.name}-{asked.resolved.attention_backend}.json").resolve()
@@ -99,7 +100,10 @@ def bench(
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, 100)
-    console.print(table_of(load(path)))
+    data = load(path)
+    console.print(table_of(data))
+    for line in notes(data):
+        console.print(line, soft_wrap=True)
     console.print(f"raw numbers: {path}", soft_wrap=True)
     if wrong:
         raise typer.Exit(1)

@@ -26,6 +26,7 @@ FOLDER = REPO / "docs" / "data" / "bench"
 DOCUMENTS = ("README.md", "docs/data/bench/README.md")
 BLOCK = re.compile(r"(<!-- bench (?P<name>[^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 NOT_YET = "not measured yet"
+HF_NAMES = ("hf greedy", "hf prompt look-up")
 
 Data = dict[str, Any]
 
@@ -56,6 +57,28 @@ def table_of(data: Data) -> Table:
             number(row["over_floor"], ".1f"),
         )
     return table
+
+
+def notes(data: Data) -> list[str]:
+    """What a result file holds beside its cells, a line each."""
+    lines = []
+    if (floor := result_of(data, "floor")) is not None:
+        samples = (floor["copy_bytes_per_second"], floor["layer_matmuls"]["1"], floor["lm_head"]["1"])
+        copy, *rest = map(statistics.median, samples)
+        layers, lm_head = (number(seconds, ".0f", 1e6) for seconds in rest)
+        lines.append(
+            f"floor: a copy moves {copy / 1e12:.2f} TB/s; the layers' matmuls at 1 row take {layers} µs, "
+            f"the LM head {lm_head} µs"
+        )
+    for mode in HF_NAMES:
+        if (result := result_of(data, "hf", mode)) is not None:
+            lines.append(f"{mode}, batch 1: {speed(result['tokens'] / result['seconds'])} tokens/s")
+    if tuned := data.get("tuned"):
+        lines.append("best shape by batch: " + ", ".join(f"{batch}: {name}" for batch, name in tuned.items()))
+    for process in data["processes"]:
+        if process["error"]:
+            lines.append(f"failed: {process['configuration']} ({process['error']})")
+    return lines
 
 
 # Markdown
@@ -162,7 +185,7 @@ def set_table(
     tuned = [named.get((best.get(batch, ""), batch)) for batch in batches]
     lines.append(["EAGLE, tuned", *(_cell(row, with_name=True) for row in tuned)])
     if prompts == "questions":
-        for mode in ("hf greedy", "hf prompt look-up"):
+        for mode in HF_NAMES:
             if (result := result_of(data, "hf", mode)) is not None:
                 label = mode.replace("hf", "Hugging Face `generate`,")
                 lines.append([label, speed(result["tokens"] / result["seconds"]), *[""] * (len(batches) - 1)])

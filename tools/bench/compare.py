@@ -36,6 +36,7 @@ from .stages_door import (
     generate,
     pool_flags,
     read_prompts,
+    refuse_ranks,
     resolve_stage,
     shape_name,
 )
@@ -257,15 +258,16 @@ def notes(rows: Sequence[Row], new_tokens: int, repeats: int) -> list[str]:
         "time: in the target's forwards, in the draft's, and in all that the host does around them "
         "(scheduling, trees, acceptance, text).",
     ]
-    if any(row.info["is_on"]["cuda_graph"] for row in rows):
-        return found
-    found.append(
-        "No CUDA graphs yet: on a GPU a step's time is that of launching its kernels one by one, and a round "
-        "of EAGLE launches several times as many as a step of plain decoding."
-        if info["device"] == "cuda"
-        else "Fewer forwards need not mean more tokens/s here: a CPU has no idle arithmetic, so a forward "
-        "over a tree of 8 costs several times one over a single token. What carries over is tokens/round."
-    )
+    if info["device"] != "cuda":
+        found.append(
+            "Fewer forwards need not mean more tokens/s here: a CPU has no idle arithmetic, so a forward "
+            "over a tree of 8 costs several times one over a single token. What carries over is tokens/round."
+        )
+    elif not any(row.info["is_on"]["cuda_graph"] for row in rows):
+        found.append(
+            "No CUDA graphs: a step's time is that of launching its kernels one by one, and a round of EAGLE "
+            "launches several times as many as a step of plain decoding."
+        )
     return found
 
 
@@ -292,6 +294,7 @@ def compare(
     import torch
 
     given = engine_flags or {}
+    refuse_ranks(given, "compare")
     texts = read_prompts(prompts or PROMPTS)[:num_prompts]
     chosen = [resolve_stage(name) for name in stages] if stages else all_stages()
     on_gpu = torch.cuda.is_available() and given.get("device") != "cpu"

@@ -19,7 +19,15 @@ from rich.text import Text
 
 from .engine_flags import command
 from .measure import Cost, measure, step_phases
-from .stages_door import encode_prompts, merge_flags, refusals, refuse_abort, resolve_stage, shape_name
+from .stages_door import (
+    encode_prompts,
+    merge_flags,
+    refusals,
+    refuse_abort,
+    refuse_ranks,
+    resolve_stage,
+    shape_name,
+)
 
 COLOURS = ("cyan", "yellow", "green", "magenta", "bright_blue", "bright_red")
 
@@ -137,6 +145,7 @@ def run(
     """
     found = resolve_stage(stage)
     flags = merge_flags(found, engine_flags or {})
+    refuse_ranks(flags, "run")
     params: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     if seed is not None:
         params["sampling_seed"] = seed

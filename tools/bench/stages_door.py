@@ -167,6 +167,14 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
+def refuse_ranks(flags: dict[str, Any], command: str) -> None:
+    """Raise BadInput for an engine whose steps run in other processes, where nobody can look into them."""
+    if flags.get("enable_dp_attention"):
+        raise BadInput(
+            f"fledge {command} looks into the engine's own process: no --enable-dp-attention here."
+        )
+
+
 def encode_prompts(tokenizer: Any, prompts: Sequence[str], raw: bool) -> list[list[int]]:
     """Token ids of each prompt: as they stand if `raw`, else as a user's turn in the chat template.
 

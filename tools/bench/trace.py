@@ -15,7 +15,7 @@ from rich.text import Text
 from ..json_files import write
 from ..provenance import provenance, sources_sha256
 from .engine_flags import command
-from .stages_door import BadInput, encode_prompts, merge_flags, resolve_stage, shape_name
+from .stages_door import BadInput, encode_prompts, merge_flags, refuse_ranks, resolve_stage, shape_name
 from .trace_format import Trace, load_trace, validate
 
 # Phase → its letter and colour in the timeline; whatever a step has besides is the host's.
@@ -135,6 +135,7 @@ def trace(
     from .trace_record import record
 
     flags = merge_flags(found, engine_flags or {})
+    refuse_ranks(flags, "trace")
     with Console(stderr=True).status(f"loading {found.name}"):
         engine = found.open(**flags)
     with engine:
