@@ -45,7 +45,7 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
     if on_gpu:
         found["driver"] = _driver()
         found["versions"]["cuda"] = torch.version.cuda
-    for package in ("triton", "transformers", "numpy", "flashinfer-python"):
+    for package in ("triton", "transformers", "numpy", "flashinfer-python", "apache-tvm-ffi"):
         try:
             found["versions"][package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -189,12 +189,15 @@ def test_the_terminal_table_has_every_cell(folder) -> None:
         folder,
         process("plain", [cell(1, 402.0), cell(1, 100.0, prompts="held-out")]),
         process("chain 3/1/4", [cell(1, 804.0, 2.0)], steady(0.002, draft=0.0005, verify=0.001)),
+        process("chain 3/1/4", [cell(1, 402.0, 2.0)], kind="tune"),
     )
     out = io.StringIO()
     Console(file=out, width=100).print(table_of(load(folder / "part4_worker-triton.json")))
     lines = [line.split() for line in out.getvalue().splitlines()]
     assert ["plain", "1", "402", "75%", "1.00", "1.00", "3.600", "-", "-", "10%", "-"] in lines
     assert ["chain", "3/1/4", "1", "804", "75%", "2.00", "2.00", "1.800", "1.500", "500", "10%", "-"] in lines
+    assert ["chain", "3/1/4", "1", "402", "75%", "-", "2.00", "3.600", "-", "-", "10%", "-"] in lines
+    assert lines.index(["held-out"]) < lines.index(["tuning"])
     assert lines.index(["questions"]) < lines.index(["held-out"]) and "…" not in out.getvalue()
 
 
@@ -205,6 +208,8 @@ def test_what_stands_beside_the_cells_is_said(folder) -> None:
         process("floor", [], kind="floor", result=floor),
         process("hf greedy", [], kind="hf", result={"seconds": 40.0, "tokens": 2000}),
         process("tree 5/8/32", []) | {"error": "out of memory"},
+        process("plain", []) | {"error": "its time was over before it had finished"},
+        process("plain", [cell(1, 402.0)]),
     )
     data = load(folder / "part4_worker-triton.json") | {"tuned": {"1": "tree 5/4/8", "64": "chain 1/1/2"}}
     assert bench_report.notes(data) == [

@@ -37,11 +37,14 @@ def table_of(data: Data) -> Table:
         "configuration", "batch", "tokens\n/s", "spread", "x\nplain", "tokens\n/round", "ms per\nround",
         "device\nms", "host\nµs", "prefill", "x\nfloor",
     )  # fmt: skip
-    prompts = None
-    for row in sorted(summarise(data), key=lambda row: row["set"] != "questions"):
-        if row["set"] != prompts:
-            prompts = row["set"]
-            table.add_row(prompts, style="bold")
+    rows = [(row["set"], row) for row in summarise(data)]
+    rows.sort(key=lambda pair: pair[0] != "questions")
+    rows += [("tuning", row) for row in summarise(data, "tune")]
+    section = None
+    for name, row in rows:
+        if name != section:
+            section = name
+            table.add_row(section, style="bold")
         speeds = row["tokens_per_second"]
         table.add_row(
             row["configuration"],
@@ -75,9 +78,9 @@ def notes(data: Data) -> list[str]:
             lines.append(f"{mode}, batch 1: {speed(result['tokens'] / result['seconds'])} tokens/s")
     if tuned := data.get("tuned"):
         lines.append("best shape by batch: " + ", ".join(f"{batch}: {name}" for batch, name in tuned.items()))
-    for process in data["processes"]:
-        if process["error"]:
-            lines.append(f"failed: {process['configuration']} ({process['error']})")
+    # A later process may have made good what an earlier one failed at.
+    last = {(p["kind"], p["configuration"], p["turn"]): p["error"] for p in data["processes"]}
+    lines += [f"failed: {name} ({error})" for (_, name, _), error in last.items() if error]
     return lines
 
 

@@ -93,21 +93,23 @@ def median_or_none(samples: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
+def summarise(data: dict[str, Any], kind: str = "engine") -> list[dict[str, Any]]:
     """One row for each configuration, prompt set and batch size; times in seconds, unknown ones None.
+
+    `kind` "tune" gives the short runs in which shapes were chosen.
 
     `step_seconds` is the mean wall time of a step or round of a whole run; `device_seconds` and
     `host_seconds` are those of a steady one (see steady.py), measured on the eight questions.
     `over_floor` is `step_seconds` over the floor; `over_plain` is tokens/s over plain decoding's.
     """
-    cells = cells_of(data)
+    cells = cells_of(data, kind)
     rows = []
     for (name, prompts, batch), runs in cells.items():
         speeds = spread([run.speed for run in runs])
         step = statistics.median(run.step_seconds for run in runs)
         plain = [run.speed for run in cells.get((PLAIN, prompts, batch), [])]
         floor = floor_seconds(data, name)
-        steady = steady_of(data, name, batch)
+        steady = steady_of(data, name, batch) if kind == "engine" else []
         rows.append(
             {
                 "configuration": name,
