@@ -11,7 +11,7 @@ from tests.tools.head_helpers import write_folder
 from tests.tools.test_head_data import END, Words
 from tools import json_files, provenance
 from tools.bench import held_out
-from tools.bench.bench_plans import Asked, engine_plans, floor_plans, hf_plans, tune_plans
+from tools.bench.bench_plans import Asked, command_line, engine_plans, floor_plans, hf_plans, tune_plans
 from tools.bench.bench_results import Results
 from tools.bench.configurations import BATCHES, GRID, name_of, read_shape, shape_of
 from tools.bench.held_out import held_out_questions
@@ -120,6 +120,11 @@ def test_an_engine_has_room_for_the_largest_batch_and_caches_nothing(tiny_flags)
     assert asked(own).flags(None) | {"max_running_requests": 5, "disable_radix_cache": False} == asked(
         own
     ).flags(None)
+
+
+def test_the_command_is_kept_without_its_file() -> None:
+    assert command_line(["bench", "--out", "/a/b.json", "--tune"]) == "fledge bench --tune"
+    assert command_line(["bench", "--batch", "1"]) == "fledge bench --batch 1"
 
 
 def test_defaults_follow_the_flags(tiny_flags) -> None:

@@ -98,7 +98,7 @@ class Asked:
             "stage": self.stage.name,
             "sources_sha256": sources_sha256(self.stage.path),
             **provenance(self.resolved.device),
-            "command": " ".join(["fledge", *sys.argv[1:]]),
+            "command": command_line(sys.argv[1:]),
             "flags": self.own_flags,
             "prompt_sets": [asdict(prompts) for prompts in load_sets().values()],
             "new_tokens": self.new_tokens,
@@ -129,6 +129,12 @@ class Asked:
         if merge_flags(self.stage, self.given).get("speculative_algorithm") is None:
             return [PLAIN]
         return [PLAIN, "chain", *(["tree"] if self.stage.has("tree") else []), "tuned"]
+
+
+def command_line(words: Sequence[str]) -> str:
+    """The command as it can be repeated elsewhere: where its file went is nobody's business."""
+    at = words.index("--out") if "--out" in words else len(words)
+    return " ".join(["fledge", *words[:at], *words[at + 2 :]])
 
 
 def engine_plans(asked: Asked, results: Results, config: Sequence[str]) -> list[Plan]:
