@@ -292,19 +292,33 @@ class ScheduleBatch:
 
     def check_decode_mem(self, buf_multiplier: int = 1) -> bool:
         """Whether a step that takes up to `buf_multiplier` slots per request fits, after evicting."""
-        need = self.token_to_kv_pool_allocator.new_slots(self.seq_lens, self.seq_lens + buf_multiplier)
+        allocator = self.token_to_kv_pool_allocator
+        page = allocator.page_size
+        if len(self.reqs) * -(-buf_multiplier // page) * page <= allocator.available_size():
+            return True  # nearly always: room even if no request's last page had any left
+        need = allocator.new_slots(self.seq_lens, self.seq_lens + buf_multiplier)
         return self.evict_from_tree_cache(need)
 
     def alloc_extend_slots(self, prefix_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
         """Slots for positions prefix_lens … seq_lens − 1 of each request, [sum]."""
         table = self.req_to_token_pool.req_to_token_host
         last_locs = table[self.req_pool_indices, np.maximum(prefix_lens - 1, 0)]
-        allocator = self.token_to_kv_pool_allocator
-        slots = allocator.alloc_extend(prefix_lens, seq_lens, last_locs)
+        slots = self.token_to_kv_pool_allocator.alloc_extend(prefix_lens, seq_lens, last_locs)
+        return self._checked(slots, int((seq_lens - prefix_lens).sum()))
+
+    def alloc_decode_slots(self, width: int) -> np.ndarray:
+        """Slots for the next `width` positions of each request, [bs, width]."""
+        bs = len(self.reqs)
+        if self.token_to_kv_pool_allocator.page_size == 1:  # no page to go on with, so any slots will do
+            slots = self._checked(self.token_to_kv_pool_allocator.alloc(bs * width), bs * width)
+        else:
+            slots = self.alloc_extend_slots(self.seq_lens, self.seq_lens + width)
+        return slots.reshape(bs, width)
+
+    def _checked(self, slots: np.ndarray | None, wanted: int) -> np.ndarray:
         if slots is None:  # the scheduler checked; so this is a bug, not a full pool
-            raise RuntimeError(
-                f"{int((seq_lens - prefix_lens).sum())} slots wanted, {allocator.available_size()} free"
-            )
+            free = self.token_to_kv_pool_allocator.available_size()
+            raise RuntimeError(f"{wanted} slots wanted, {free} free")
         return slots
 
     # ---- one step ----
@@ -339,9 +353,9 @@ class ScheduleBatch:
         self.forward_mode = ForwardMode.DECODE
         if not self.spec_algorithm.is_none():
             return
+        self.out_cache_loc = self.alloc_decode_slots(1)[:, 0]
         self.prefix_lens = self.seq_lens
         self.seq_lens = self.seq_lens + 1
-        self.out_cache_loc = self.alloc_extend_slots(self.prefix_lens, self.seq_lens)
         self.req_to_token_pool.req_to_token_host[self.req_pool_indices, self.prefix_lens] = self.out_cache_loc
         for req in self.reqs:
             req.kv_len += 1

@@ -47,6 +47,10 @@ class TokenToKVPoolAllocator:
         self._is_free[self._stack[self._top : top]] = True
         self._top = top
 
+    def alloc(self, need_size: int) -> np.ndarray | None:
+        """Any free slots, [need_size], where a page is one slot; None, with nothing taken, if too few."""
+        return self._take(need_size)
+
     def alloc_extend(
         self, prefix_lens: np.ndarray, seq_lens: np.ndarray, last_locs: np.ndarray
     ) -> np.ndarray | None:
@@ -74,11 +78,11 @@ class TokenToKVPoolAllocator:
         return slots
 
     def free(self, slots: np.ndarray) -> None:
-        """Give back every page that one of `slots` lies in."""
+        """Give back every page that one of `slots`, all different, lies in."""
         if len(slots) == 0:
             return
-        pages = np.unique(np.asarray(slots, dtype=np.int64) // self.page_size)
-        if pages[0] <= 0 or pages[-1] >= len(self._is_free):
+        pages = slots if self.page_size == 1 else np.unique(slots // self.page_size)
+        if pages.min() <= 0 or pages.max() >= len(self._is_free):
             raise RuntimeError(f"freed slots lie outside the pool of {self.size}: pages {pages.tolist()}")
         if self._is_free[pages].any():
             raise RuntimeError(f"pages freed twice: {pages[self._is_free[pages]].tolist()}")

@@ -50,36 +50,45 @@ class Readback:
     """
 
     def __init__(self) -> None:
+        self._like: list[tuple[torch.dtype, torch.Size]] = []
         self._host: torch.Tensor | None = None
-        self._like: list[tuple[torch.dtype, torch.Size, int]] = []
-        self._event = torch.cuda.Event() if torch.cuda.is_available() else None
+        self._arrays: list[np.ndarray] = []  # what `_host` holds
+        self._event: torch.cuda.Event | None = None  # None on a CPU, where a copy is done at once
 
     def copy(self, *tensors: torch.Tensor) -> None:
         """bfloat16 has no numpy counterpart: convert to float32 before."""
         packed = torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors])
-        self._like = [(t.dtype, t.shape, t.numel() * t.element_size()) for t in tensors]
-        if self._host is None or self._host.shape != packed.shape:
-            self._host = torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda)
+        like = [(t.dtype, t.shape) for t in tensors]
+        if like != self._like:
+            self._make_room(packed, like)
         self._host.copy_(packed, non_blocking=True)
         if packed.is_cuda and not torch.cuda.is_current_stream_capturing():
             self.launched()
 
+    def _make_room(self, packed: torch.Tensor, like: list[tuple[torch.dtype, torch.Size]]) -> None:
+        self._like = like
+        self._host = torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda)
+        self._event = torch.cuda.Event() if packed.is_cuda else None
+        # Made here and not in `wait`, where a call of torch for each tensor would cost more than the copy.
+        # numpy's views, unlike torch's, need not be aligned for a wider dtype.
+        raw, start = self._host.numpy(), 0
+        self._arrays = []
+        for dtype, shape in like:
+            numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+            self._arrays.append(np.ndarray(shape, numpy_dtype, buffer=raw, offset=start))
+            start += self._arrays[-1].nbytes
+
     def launched(self) -> None:
         """Mark where on the device's stream the copy is done."""
-        if self._host.is_pinned():
+        if self._event is not None:
             self._event.record()
 
     def wait(self) -> list[np.ndarray]:
         """The tensors as numpy arrays of the same shapes and dtypes; blocks until they are here."""
         counts["downloads"] += 1
-        if self._host.is_pinned():
+        if self._event is not None:
             self._event.synchronize()
-        flat = self._host.split([size for _, _, size in self._like])
-        # clone(): the copy is overwritten by the next one, and a view need not be aligned for a wider dtype.
-        return [
-            f.clone().view(dtype).view(shape).numpy()
-            for f, (dtype, shape, _) in zip(flat, self._like, strict=True)
-        ]
+        return [array.copy() for array in self._arrays]  # the next `copy` overwrites what is there
 
 
 def download(*tensors: torch.Tensor) -> list[np.ndarray]:
@@ -113,7 +122,8 @@ class PackedBuffer:
         counts["uploads"] += 1
         for place, array in zip(self.host, arrays, strict=True):
             place[: len(array)] = array
-            place[len(array) :] = 0
+            if len(array) < len(place):
+                place[len(array) :] = 0
 
     def send(self) -> None:
         self._target.copy_(self._source, non_blocking=True)

@@ -146,18 +146,16 @@ class EAGLEWorker(TpModelWorker):
         The drafts' KV is scratch and dead when verification begins, so nothing has to wait: the host
         takes both allocations first and sends all a step needs, the fields of EagleStep, in one upload.
         """
-        bs, seq_lens = batch.batch_size(), batch.seq_lens
         allocator = batch.token_to_kv_pool_allocator
         backup = allocator.backup_state()
-        draft_slots = batch.alloc_extend_slots(seq_lens, seq_lens + self.draft_slots_per_req())
+        draft_slots = batch.alloc_decode_slots(self.draft_slots_per_req())
         allocator.restore_state(backup)
-        verify_slots = batch.alloc_extend_slots(seq_lens, seq_lens + self.speculative_num_draft_tokens)
-        batch.out_cache_loc = verify_slots.reshape(bs, -1)
+        batch.out_cache_loc = batch.alloc_decode_slots(self.speculative_num_draft_tokens)
         return (
             batch.req_pool_indices,
-            seq_lens,
+            batch.seq_lens,
             batch.output_positions(),
-            draft_slots.reshape(bs, self.draft_slots_per_req()),
+            draft_slots,
             batch.out_cache_loc,
         )
 
