@@ -100,9 +100,8 @@ def initialize_dp_attention(
     """
     global _group
     limit = datetime.timedelta(seconds=timeout)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{init_file}", rank=rank, world_size=size, timeout=limit
-    )
+    store = dist.FileStore(init_file, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     cpu_group = device_group = dist.group.WORLD
     if device.type == "cuda":
         torch.cuda.set_device(rank)

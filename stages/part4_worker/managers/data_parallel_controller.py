@@ -226,9 +226,9 @@ class DataParallelController:
             if not open_ones:
                 break
         lost = [rank for rank in self.ranks if rank.is_lost]
-        guilty = lost[0] if lost else min((r for r in self.ranks if r.report), key=lambda r: r.reported_at)
-        if guilty.report is not None and guilty.report[0] == "ValueError" and doing == "start":
-            self._fail(guilty.report[1], ValueError)  # a refusal in the words of one rank
+        guilty = lost[0] if lost else min((r for r in self.ranks if r.report), key=lambda r: r.report)
+        if guilty.report is not None and guilty.report[1] == "ValueError" and doing == "start":
+            self._fail(guilty.report[2], ValueError)  # a refusal in the words of one rank
         self._fail(f"{guilty.describe_end()} during `{doing}`")
 
     def _who_hangs(self, doing: str, timeout: float) -> str:

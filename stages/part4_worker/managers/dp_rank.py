@@ -8,6 +8,7 @@ rank that hangs is noticed.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -16,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -72,9 +74,9 @@ class DataParallelRank:
     def get_internal_state(self) -> dict[str, Any]:
         return self.scheduler.get_internal_state() | {"num_collectives": self.group.count}
 
-    def collectives(self) -> list[tuple]:
-        """The last collectives entered, for comparison with another rank's."""
-        return list(self.group.log)
+    def collectives(self) -> tuple[int, list[tuple]]:
+        """How many were entered, and the last of them, for comparison with another rank's."""
+        return self.group.count, list(self.group.log)
 
 
 def main() -> None:
@@ -91,7 +93,9 @@ def main() -> None:
             connection.send(("answer", answer))
             answer = rank.call(*_receive(connection))
     except BaseException as error:
-        connection.send(("error", (type(error).__name__, str(error), traceback.format_exc())))
+        report = time.monotonic(), type(error).__name__, str(error), traceback.format_exc()
+        with contextlib.suppress(OSError):
+            connection.send(("error", report))
         os._exit(1)  # no tidying up: the others stand in a collective that cannot end
 
 

@@ -14,7 +14,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ class RankProcess:
     def __init__(self, rank: int, dp_size: int, send_timeout: int):
         self.rank = rank
         self.answer: Any = None
-        self.report: tuple[str, str, str] | None = None  # kind, message and traceback of what it died of
-        self.reported_at = 0.0
+        # What it died of: when [s], the error's kind, its message, its traceback.
+        self.report: tuple[float, str, str, str] | None = None
         self.is_lost = False  # gone without a word
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", send_timeout, 0))
@@ -56,14 +55,14 @@ class RankProcess:
             self.is_lost = self.report is None
             return
         if kind == "error":
-            self.report, self.reported_at = content, time.monotonic()
+            self.report = content
         else:
             self.answer = content
 
     def describe_end(self) -> str:
         """Who it is and what it died of."""
         if self.report is not None:
-            kind, message, trace = self.report
+            _, kind, message, trace = self.report
             place = next((line.strip() for line in reversed(trace.splitlines()) if "File " in line), "")
             return f"rank {self.rank} failed ({place}): {kind}: {message}"
         try:

@@ -60,15 +60,21 @@ def begin(engine: Engine, prompt: list[int], rank: int, **params):
     return engine.generate(input_ids=prompt, sampling_params=params, stream=True, routed_dp_rank=rank)
 
 
-def steps(engine: Engine) -> list[list[tuple]]:
-    """The collectives of each step since the start, after comparing all ranks' records of them."""
-    first, *others = engine.scheduler._call("collectives")
-    assert all(other == first for other in others)
+def entered(engine: Engine) -> int:
+    """How many collectives each rank has entered."""
+    return engine.scheduler._call("collectives")[0][0]
+
+
+def steps(engine: Engine, since: int) -> list[list[tuple]]:
+    """The collectives of each step after the first `since`, once all ranks' records of them are compared."""
+    (count, log), *others = engine.scheduler._call("collectives")
+    assert all(other == (count, log) for other in others)
+    assert count - since <= len(log), "the record does not reach back that far"
     found: list[list[tuple]] = []
-    for entry in first:
+    for entry in log[len(log) - (count - since) :]:
         if entry[0] == "exchange":
             found.append([])
-        elif found:  # what stands before the first step made the connections
+        else:
             found[-1].append(entry)
     return found
 
@@ -102,4 +108,4 @@ def check_idle(engine: Engine) -> None:
     for state in engine.get_server_info()["internal_states"]:
         assert state["available_size"] + state["evictable_size"] == state["max_total_num_tokens"]
         assert state["protected_size"] == state["num_running_reqs"] == state["num_waiting_reqs"] == 0
-    steps(engine)
+    steps(engine, entered(engine))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shutil
 import threading
@@ -15,8 +16,11 @@ from stages.part4_worker.configs.model_config import ModelConfig
 from stages.part4_worker.kernels import load_kernels
 from stages.part4_worker.layers import dp_attention
 from stages.part4_worker.layers.dp_attention import DPGroup, GlobalStep
+from stages.part4_worker.layers.layernorm import RMSNorm
 from stages.part4_worker.managers import data_parallel_controller
 from stages.part4_worker.model_executor.cuda_graph_runner import CudaGraphRunner
+from stages.part4_worker.models.llama import LlamaMLP
+from stages.part4_worker.models.loader import _copy as fill
 from stages.part4_worker.models.loader import load_model
 from stages.part4_worker.server_args import ServerArgs
 from tests.contract import models
@@ -33,6 +37,7 @@ from .dp_helpers import (
     begin,
     check_idle,
     check_same,
+    entered,
     flags,
     gathers,
     run_id,
@@ -120,9 +125,9 @@ def test_a_rank_without_requests_takes_part_in_everything(zoo, two, run):
         assert states[busy]["forward_ct"] == states[idle]["forward_ct"]
     results = engine.generate(input_ids=prompts, sampling_params=GREEDY)
     assert [r["output_ids"] for r in results] == wanted
-    count = len(steps(engine))
+    count = entered(engine)
     assert engine.scheduler.step() is False
-    assert steps(engine)[count:] == [[]], "without work the ranks agree on that and enter nothing else"
+    assert steps(engine, count) == [[]], "without work the ranks agree on that and enter nothing else"
     check_idle(engine)
 
 
@@ -145,12 +150,11 @@ def test_prefill_beside_decode(zoo, two, run):
     for stream in decoding:
         next(stream)
     rounds = engine.get_server_info()["internal_states"][0]["forward_ct_decode"]
-    before = len(steps(engine))
+    before = entered(engine)
     prefilling = begin(engine, long, 1)
     next(prefilling)  # the first token comes with the last chunk
-    last = len(steps(engine))
     assert engine.get_server_info()["internal_states"][0]["forward_ct_decode"] == rounds + 3
-    for rows, step in zip((16, 16, 1), steps(engine)[before:last], strict=True):
+    for rows, step in zip((16, 16, 1), steps(engine, before), strict=True):
         tree = run[0]
         wide = tree or (1, 0, 1)
         draft = [2 * wide[1]] * (wide[0] - 1)  # nothing of the rank that prefills
@@ -169,9 +173,9 @@ def test_gathers_count_tokens_and_not_requests(zoo, two, eager):
     streams = [begin(engine, prompt, rank) for prompt, rank in zip(prompts, (0, 0, 0, 0, 0, 1), strict=True)]
     for stream in [*streams, streams[0]]:  # prefill, and a round that may have to capture
         next(stream)
-    before = len(steps(engine))
+    before = entered(engine)
     next(streams[0])
-    [step] = steps(engine)[before:]
+    [step] = steps(engine, before)
     bs = 5 if eager else 6  # captured are 1, 2, 3, 4, 6 and 8
     assert gathers(step) == [bs * topk] * (depth - 1) + [bs * nodes] * LAYERS + [bs * (depth + 1)]
     for stream, prompt in zip(streams, prompts, strict=True):
@@ -324,6 +328,48 @@ def test_every_rank_holds_its_part_of_every_mlp(zoo, monkeypatch, is_draft, rank
         dim = 1 if "down_proj" in name else 0
         assert torch.equal(torch.cat(parts, dim), whole), name
     assert mlps == 3 * config.num_hidden_layers
+
+
+class Rehearsal(DPGroup):
+    """One rank of two, whose other rank's rows and summands were worked out before."""
+
+    def __init__(self, rank: int, gathered: torch.Tensor):
+        super().__init__(rank, 2)
+        self.gathered, self.partial, self.total = gathered, None, torch.zeros_like(gathered)
+
+    def gather(self, x, rows=None):
+        return self.gathered
+
+    def scatter(self, partial, count):
+        self.partial, first = partial, self.rank * len(partial) // 2
+        return self.total[first : first + count]
+
+
+def test_the_parts_of_an_mlp_add_up_to_the_whole(zoo, monkeypatch):
+    """Biases once, the residual once, and rows that pad a gather nowhere, whatever they hold."""
+    config = dataclasses.replace(ModelConfig.from_path(str(zoo.target()), None), mlp_bias=True)
+    kernels = load_kernels("native")
+    norm, whole = RMSNorm(config.hidden_size, 1e-5, kernels), LlamaMLP(config, kernels)
+    for parameter in (norm.weight, *whole.parameters()):
+        parameter.copy_(torch.randn(parameter.shape))
+    tensors = whole.gate_up_proj.checkpoint_views("") | whole.down_proj.checkpoint_views("")
+    own = [torch.randn(3, config.hidden_size), torch.randn(1, config.hidden_size)]
+    padding = torch.full((2, config.hidden_size), torch.nan)
+    groups = [Rehearsal(rank, torch.cat([*own, padding])) for rank in range(2)]
+    for _ in ("rehearsed", "run"):
+        results = []
+        for group, rows in zip(groups, own, strict=True):
+            monkeypatch.setattr(dp_attention, "_group", group)
+            part = LlamaMLP(config, kernels)
+            for name, view in (
+                part.gate_up_proj.checkpoint_views("") | part.down_proj.checkpoint_views("")
+            ).items():
+                fill(view, tensors[name], name, "file")
+            results.append(part(rows, norm, 3))
+        groups[0].total = groups[1].total = groups[0].partial + groups[1].partial
+    monkeypatch.setattr(dp_attention, "_group", None)
+    for result, rows in zip(results, own, strict=True):
+        torch.testing.assert_close(result, whole(rows, norm, None), rtol=1e-4, atol=1e-4)
 
 
 def test_a_size_that_the_ranks_do_not_divide_is_refused(zoo, monkeypatch):

@@ -19,6 +19,7 @@ from .dp_helpers import (
     begin,
     check_idle,
     check_same,
+    entered,
     flags,
     steps,
 )
@@ -95,11 +96,11 @@ def test_prefill_beside_decode(zoo, two, tree):
 
 def test_hidden_rows_travel_in_the_models_own_type(zoo, two):
     engine = two(TREES[-1], dtype="bfloat16")
+    before = entered(engine)
     results = engine.generate(input_ids=zoo.prompts(PROMPTS, 24), sampling_params=GREEDY)
     assert [len(r["output_ids"]) for r in results] == [24] * 5
-    hidden = {
-        entry[2] for step in steps(engine) for entry in step if entry[0] in ("all_gather", "reduce_scatter")
-    }
+    entries = sum(steps(engine, before), [])
+    hidden = {dtype for name, _, dtype in entries}
     assert hidden == {"bfloat16"}
     check_idle(engine)
 
