@@ -31,7 +31,7 @@ from .scheduler import average_correct_drafts
 
 DIST_TIMEOUT = 300  # [s] for a step, if nothing is asked for; upstream's watchdog waits as long
 _START_TIMEOUT = 1800  # [s] for loading, compiling and capturing, which dist_timeout says nothing about
-_GRACE = 1.0  # [s] for ranks to die of another's death, or to write down where they stand
+_GRACE = 2.0  # [s] for ranks to die of another's death, or to write down where they stand
 
 
 class DataParallelController:
