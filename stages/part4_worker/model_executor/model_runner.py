@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from ..configs.model_config import ModelConfig
 from ..kernels import load_kernels
 from ..layers.attention.base_backend import AttentionBackend
+from ..layers.dp_attention import local_device
 from ..layers.logits_processor import LogitsProcessorOutput
 from ..mem_cache.allocator import TokenToKVPoolAllocator
 from ..mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -26,7 +28,7 @@ class ModelRunner:
     def __init__(self, server_args: ServerArgs, model_config: ModelConfig):
         self.server_args = server_args
         self.model_config = model_config
-        self.device = torch.device(server_args.device)
+        self.device = local_device(server_args.device)
         self.dtype = _resolve_dtype(server_args.dtype, model_config, self.device)
         if server_args.attention_backend == "flashinfer":
             from ..layers.attention.flashinfer_backend import check_flashinfer
@@ -83,8 +85,13 @@ class ModelRunner:
     @torch.inference_mode()
     def forward_eagerly(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         self.forward_ct += 1
-        self.attn_backend.init_forward_metadata(forward_batch)
+        if not forward_batch.forward_mode.is_idle():
+            self.attn_backend.init_forward_metadata(forward_batch)
         return self.model(forward_batch.input_ids, forward_batch.positions, forward_batch)
+
+    def forward_idle(self, dp_rows: int, spec_info: Any = None) -> None:
+        """Take part in a forward of the other ranks of DP attention, which bring `dp_rows` rows each."""
+        self.forward_eagerly(ForwardBatch.idle(self, dp_rows, spec_info))
 
     def _make_attn_backend(self) -> AttentionBackend:
         if self.server_args.attention_backend == "triton":

@@ -119,6 +119,13 @@ class EagleCudaGraphs:
         self.graphs.replay(("draft_extend", size))
         return dataclasses.replace(self._rows(self.draft_input, bs))  # the batch will filter its own
 
+    def idle(self, size: int) -> None:
+        """A round of padding rows, for the collectives that the other ranks' graphs hold."""
+        self.draft(size, tuple(self.inputs[size].no_rows()), self.draft_input)
+        output = self.verify(size)
+        self.draft_extend(size, 0)
+        output.result.read()  # waiting keeps the pinned inputs until they are sent
+
     def _plan_verify(self, size: int) -> None:
         n = self.worker.speculative_num_draft_tokens
         self._plan(self.target_runner, ForwardMode.TARGET_VERIFY, size, n)
