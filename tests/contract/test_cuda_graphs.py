@@ -279,8 +279,8 @@ def test_any_size_that_holds_the_batch_gives_the_same(stage, engines, zoo, tree)
         def before(probe):
             step[0] += 1
 
-        def padded_size(bs):
-            return real(max(bs, choices[step[0] % len(choices)]))
+        def padded_size(bs, *others):
+            return real(max(bs, choices[step[0] % len(choices)]), *others)
 
         with swapped(graphs, "padded_size", padded_size), replays(engine) as keys:
             done = run(engine, prompts, {"max_new_tokens": 24}, before=before)

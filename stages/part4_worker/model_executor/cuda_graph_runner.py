@@ -26,6 +26,7 @@ from ..server_args import ServerArgs
 if TYPE_CHECKING:
     from .model_runner import ModelRunner
 
+_ALONE = GlobalStep()
 _DEFAULT_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
@@ -75,7 +76,7 @@ class CudaGraphRunner:
             for size in tqdm(self.sizes[::-1], desc="capturing CUDA graphs", disable=is_silent):
                 self._capture_size(size)
 
-    def padded_size(self, bs: int, step: GlobalStep) -> int | None:
+    def padded_size(self, bs: int, step: GlobalStep = _ALONE) -> int | None:
         """The size that a batch of `bs` requests is padded to; None: run it eagerly.
 
         Under DP attention that is for all ranks the same, since graphs hold collectives. It follows from the
