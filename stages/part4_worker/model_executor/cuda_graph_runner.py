@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ class _Recorded(NamedTuple):
     function: Callable[[], Any]
     result: Any
     forwards: list[int]  # of each model runner in one replay
-    collectives: list[tuple]  # in one replay
+    collectives: Sequence[tuple] = ()  # in one replay
 
 
 class CudaGraphRunner:
@@ -104,7 +104,7 @@ class CudaGraphRunner:
         entered = self.dp_group.count if self.dp_group else 0
         result = function()  # compiles kernels and makes what lives longer than a call
         forwards = [runner.forward_ct - n for runner, n in zip(self.model_runners, before, strict=True)]
-        collectives = self.dp_group.since(entered) if self.dp_group else []
+        collectives = self.dp_group.since(entered) if self.dp_group else ()
         graph = None
         if self._on_gpu:
             torch.cuda.synchronize()
