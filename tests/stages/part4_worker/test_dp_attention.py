@@ -25,6 +25,7 @@ from stages.part4_worker.models.loader import load_model
 from stages.part4_worker.server_args import ServerArgs
 from tests.contract import models
 from tests.contract.harness import Stage, Zoo
+from tests.contract.reference import greedy
 
 from .dp_helpers import (
     GREEDY,
@@ -129,6 +130,23 @@ def test_a_rank_without_requests_takes_part_in_everything(zoo, two, run):
     assert engine.scheduler.step() is False
     assert steps(engine, count) == [[]], "without work the ranks agree on that and enter nothing else"
     check_idle(engine)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=run_id)
+def test_what_a_rank_has_cached_survives_its_idling(zoo, two, run):
+    """While rank 1 works, rank 0 replays graphs over padding rows, and not over what it ran last."""
+    (prompt, other), engine = zoo.prompts(PROMPTS[1:3], 24), two(*run)
+    first = engine.generate(input_ids=prompt, sampling_params=GREEDY, routed_dp_rank=0)["output_ids"]
+    engine.generate(input_ids=other, sampling_params=GREEDY, routed_dp_rank=1)
+    params = {"temperature": 0, "max_new_tokens": 8}
+    longer = engine.generate(
+        input_ids=prompt + first, sampling_params=params, routed_dp_rank=0, return_logprob=True
+    )
+    wanted = greedy(zoo.ref(), prompt + first, params)
+    assert longer["meta_info"]["cached_tokens"] >= len(prompt) + len(first) - 2
+    assert longer["output_ids"] == wanted.tokens
+    scores = [score for score, _, _ in longer["meta_info"]["output_token_logprobs"]]
+    np.testing.assert_allclose(scores, wanted.logprobs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=run_id)
