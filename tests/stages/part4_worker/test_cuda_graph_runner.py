@@ -71,13 +71,12 @@ def test_the_smallest_size_that_holds_the_batch_is_chosen():
 def test_a_size_is_prepared_once_by_every_worker_when_it_is_first_needed():
     graphs, prepared = runner(1, 4), []
     for worker in "ab":
-        graphs.register(lambda size, worker=worker: prepared.append((worker, size, graphs.is_capturing)))
+        graphs.register(lambda size, worker=worker: prepared.append((worker, size)))
     graphs.capture_all()
     assert prepared == []  # a CPU has no time to lose
     for bs in (3, 4, 1, 2, 9):
         graphs.padded_size(bs)
-    assert prepared == [("a", 4, True), ("b", 4, True), ("a", 1, True), ("b", 1, True)]
-    assert not graphs.is_capturing
+    assert prepared == [("a", 4), ("b", 4), ("a", 1), ("b", 1)]
 
 
 # ---- capture and replay ----
@@ -105,6 +104,11 @@ def test_a_replay_writes_what_the_function_returns_over_its_first_result():
     assert graphs.replay("key") is first and graphs.result("key") is first
     assert [t[0] for t in places] == [11, 12, 13, 14]
     assert first.pair[1][0] is places[2] and first.inner.tensor is places[3]
+
+
+def test_a_capture_is_told_from_a_step():
+    graphs = runner(1)
+    assert graphs.capture("key", lambda: graphs.is_capturing) is True and not graphs.is_capturing
 
 
 def test_a_function_that_returns_another_shape_is_noticed():
