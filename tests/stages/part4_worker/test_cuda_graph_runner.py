@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from stages.part4_worker.layers.dp_attention import GlobalStep
 from stages.part4_worker.model_executor.cuda_graph_runner import (
     CudaGraphRunner,
     _Recorded,
@@ -63,9 +64,17 @@ def test_by_default_every_batch_up_to_128_has_a_size_and_none_above():
 def test_the_smallest_size_that_holds_the_batch_is_chosen():
     graphs = runner(1, 2, 4, 8)
     for bs in range(9):
-        assert graphs.padded_size(bs) == min(size for size in (1, 2, 4, 8) if size >= bs)
-    assert graphs.padded_size(9) is None
-    assert runner().padded_size(1) is None
+        assert graphs.padded_size(bs, GlobalStep()) == min(size for size in (1, 2, 4, 8) if size >= bs)
+    assert graphs.padded_size(9, GlobalStep()) is None
+    assert runner().padded_size(1, GlobalStep()) is None
+
+
+def test_ranks_choose_by_the_largest_batch_among_them():
+    graphs = runner(1, 2, 4)
+    sizes = [graphs.padded_size(bs, GlobalStep(max_decode_bs=3)) for bs in (0, 1, 3)]
+    assert sizes == [4, 4, 4]
+    assert graphs.padded_size(1, GlobalStep(max_decode_bs=5)) is None
+    assert graphs.padded_size(1, GlobalStep(max_decode_bs=1, extends=True)) is None
 
 
 def test_a_size_is_prepared_once_by_every_worker_when_it_is_first_needed():
@@ -75,7 +84,7 @@ def test_a_size_is_prepared_once_by_every_worker_when_it_is_first_needed():
     graphs.capture_all()
     assert prepared == []  # a CPU has no time to lose
     for bs in (3, 4, 1, 2, 9):
-        graphs.padded_size(bs)
+        graphs.padded_size(bs, GlobalStep())
     assert prepared == [("a", 4), ("b", 4), ("a", 1), ("b", 1)]
 
 
@@ -145,7 +154,7 @@ def test_forwards_inside_a_recorded_graph_are_counted():
     models = [SimpleNamespace(forward_ct=5), SimpleNamespace(forward_ct=7)]
     graphs, replays = runner(1, runners=models), []
     graph = SimpleNamespace(replay=lambda: replays.append(None))
-    graphs._graphs["key"] = _Recorded(graph, None, "result", [1, 3])
+    graphs._graphs["key"] = _Recorded(graph, None, "result", [1, 3], [])
     assert graphs.replay("key") == "result" and len(replays) == 1
     assert [m.forward_ct for m in models] == [6, 10]
 
