@@ -219,6 +219,12 @@ def spoil(probe):
     for buffer in static_inputs(engine).values():
         for array in buffer.host:
             array[...] = 2  # a row, a length and a slot that requests have
+    for worker in probe.scheduler.workers:
+        if (prefills := worker.model_runner.extend_graphs) is not None:
+            prefills.packed.fill_(2)
+            prefills.q_start_loc.fill_(2)
+            if prefills.hidden_states is not None:
+                prefills.hidden_states.fill_(NAN)
 
 
 def tensors_of(value):
@@ -330,6 +336,59 @@ def test_the_largest_batch_at_the_context_limit(stage, engines, zoo, topk):
     assert [len(t) for t in done.tokens] == [12] * 4
 
 
+# ---- short prompts ----
+
+
+# Lengths of the prompts of one batch → rows of the graph that reads them; None: too many rows or requests.
+PREFILLS = {(100, 90, 60): 256, (5, 9, 7): 32, (17,): 32, (16,): 16, (1,): 16, (3,) * 8: 32, (3,) * 9: None,
+            (100, 100, 57): None}  # fmt: skip
+
+
+@shapes
+def test_short_prompts_are_replayed(stage, engines, zoo, tree):
+    """A long batch comes first, and what is static is spoilt before each, so that stale rows would show."""
+    engine = engines.get(tree=tree, cuda_graph_bs=[1, 3])
+    for lengths, size in PREFILLS.items():
+        prompts = zoo.prompts(lengths, 6)
+        assert engine.flush_cache()
+        with replays(engine) as keys:
+            done = run(engine, prompts, {"max_new_tokens": 6}, before=spoil, ref=zoo.ref(),
+                       ref_head=zoo.ref_head() if tree else None)  # fmt: skip
+        assert done.tokens == [zoo.r0(p, max_new_tokens=6) for p in prompts]
+        names = ["prefill"] if tree is None else ["prefill", "draft_prefill"]
+        prefills = [key for key in keys if key[0].endswith("prefill")]
+        assert prefills == ([] if size is None else [(name, size) for name in names]), lengths
+
+
+@shapes
+def test_a_prompt_whose_tokens_are_scored_is_not(stage, engines, zoo, tree):
+    engine, prompts = engines.get(tree=tree, cuda_graph_bs=[1, 3]), zoo.prompts((5, 9), 6)
+    want = run(engines.get(tree=tree, **EAGER), prompts, return_logprob=True, logprob_start_len=0)
+    with replays(engine) as keys:
+        done = run(engine, prompts, return_logprob=True, logprob_start_len=0)
+    assert_same(done, want)
+    assert not {name for name, _ in keys} & {"prefill"}
+    for mine, other in zip(done.results, want.results, strict=True):
+        scores = [[s[0] for s in r["meta_info"]["input_token_logprobs"][1:]] for r in (mine, other)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("page", [1, 4])
+@shapes
+def test_cached_and_chunked_prompts(stage, engines, zoo, tree, page):
+    """A prefill behind a prefix, and a chunk of a prompt, are replayed beside whole prompts."""
+    prompts = zoo.prompts((40, 9, 21), 12)
+    again = [[*prompts[0], 9, 10], *zoo.prompts((7,), 12), prompts[2]]
+    flags = {"tree": tree, "page_size": page, "chunked_prefill_size": 16}
+    eager, engine = engines.get(**flags, **EAGER), engines.get(**flags, cuda_graph_bs=[1, 3])
+    for turn in (prompts, again):
+        want, done = (run(e, turn, {"max_new_tokens": 12}) for e in (eager, engine))
+        assert_same(done, want)
+        hits = [[r["meta_info"]["cached_tokens"] for r in d.results] for d in (want, done)]
+        assert hits[0] == hits[1]
+    assert hits[0][0] >= 36
+
+
 # ---- what a capture does ----
 
 
@@ -344,9 +403,10 @@ def test_only_what_the_engine_runs_is_prepared(stage, engines, zoo, tree):
         names = {"decode", "decode_logits"} if tree is None else {
             "draft", "verify_logits", "verify", "draft_extend"
         }  # fmt: skip
-        used = {size for _, size in keys}
+        used = set(first_sizes(keys))
         assert 4 in used and 8 not in used
-        assert set(graphs._graphs) == {(name, size) for name in names for size in used}
+        prepared = {key for key in graphs._graphs if not key[0].endswith("prefill")}
+        assert prepared == {(name, size) for name in names for size in used}
 
 
 @shapes
@@ -371,7 +431,7 @@ def test_preparing_a_size_leaves_no_trace(stage, engines, zoo, tree):
             if len(steps) == 4:
                 (tensors, host), start = state(probe), len(scheduler.graphs._graphs)
                 for size in (8, 2, 1):
-                    assert scheduler.graphs.padded_size(size) == size
+                    scheduler.graphs._capture_size(size)
                 assert len(scheduler.graphs._graphs) > start
                 after, host_after = state(probe)
                 assert host == host_after
@@ -388,7 +448,7 @@ def test_no_size_has_large_buffers_of_its_own(stage, engines, zoo, tree):
     with engines.fresh(tree=tree, cuda_graph_bs=SIZES) as engine:
         graphs = engine.scheduler.graphs
         for size in SIZES:
-            graphs.padded_size(size)
+            graphs._capture_size(size)
         name = "decode_logits" if tree is None else "verify_logits"
         results = [graphs.result((name, size)) for size in SIZES]
         logits = [(r[1] if tree is None else r).next_token_logits for r in results]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from stages.part4_worker.layers.dp_attention import GlobalStep
 from stages.part4_worker.model_executor.cuda_graph_runner import (
     CudaGraphRunner,
     _Recorded,
@@ -63,21 +64,28 @@ def test_by_default_every_batch_up_to_128_has_a_size_and_none_above():
 def test_the_smallest_size_that_holds_the_batch_is_chosen():
     graphs = runner(1, 2, 4, 8)
     for bs in range(9):
-        assert graphs.padded_size(bs) == min(size for size in (1, 2, 4, 8) if size >= bs)
-    assert graphs.padded_size(9) is None
-    assert runner().padded_size(1) is None
+        assert graphs.padded_size(bs, GlobalStep()) == min(size for size in (1, 2, 4, 8) if size >= bs)
+    assert graphs.padded_size(9, GlobalStep()) is None
+    assert runner().padded_size(1, GlobalStep()) is None
+
+
+def test_ranks_choose_by_the_largest_batch_among_them():
+    graphs = runner(1, 2, 4)
+    sizes = [graphs.padded_size(bs, GlobalStep(max_decode_bs=3)) for bs in (0, 1, 3)]
+    assert sizes == [4, 4, 4]
+    assert graphs.padded_size(1, GlobalStep(max_decode_bs=5)) is None
+    assert graphs.padded_size(1, GlobalStep(max_decode_bs=1, extends=True)) is None
 
 
 def test_a_size_is_prepared_once_by_every_worker_when_it_is_first_needed():
     graphs, prepared = runner(1, 4), []
     for worker in "ab":
-        graphs.register(lambda size, worker=worker: prepared.append((worker, size, graphs.is_capturing)))
+        graphs.register(lambda size, worker=worker: prepared.append((worker, size)))
     graphs.capture_all()
     assert prepared == []  # a CPU has no time to lose
     for bs in (3, 4, 1, 2, 9):
-        graphs.padded_size(bs)
-    assert prepared == [("a", 4, True), ("b", 4, True), ("a", 1, True), ("b", 1, True)]
-    assert not graphs.is_capturing
+        graphs.padded_size(bs, GlobalStep())
+    assert prepared == [("a", 4), ("b", 4), ("a", 1), ("b", 1)]
 
 
 # ---- capture and replay ----
@@ -105,6 +113,11 @@ def test_a_replay_writes_what_the_function_returns_over_its_first_result():
     assert graphs.replay("key") is first and graphs.result("key") is first
     assert [t[0] for t in places] == [11, 12, 13, 14]
     assert first.pair[1][0] is places[2] and first.inner.tensor is places[3]
+
+
+def test_a_capture_is_told_from_a_step():
+    graphs = runner(1)
+    assert graphs.capture("key", lambda: graphs.is_capturing) is True and not graphs.is_capturing
 
 
 def test_a_function_that_returns_another_shape_is_noticed():
@@ -141,7 +154,7 @@ def test_forwards_inside_a_recorded_graph_are_counted():
     models = [SimpleNamespace(forward_ct=5), SimpleNamespace(forward_ct=7)]
     graphs, replays = runner(1, runners=models), []
     graph = SimpleNamespace(replay=lambda: replays.append(None))
-    graphs._graphs["key"] = _Recorded(graph, None, "result", [1, 3])
+    graphs._graphs["key"] = _Recorded(graph, None, "result", [1, 3], [])
     assert graphs.replay("key") == "result" and len(replays) == 1
     assert [m.forward_ct for m in models] == [6, 10]
 

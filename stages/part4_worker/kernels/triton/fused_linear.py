@@ -28,6 +28,7 @@ __all__ = ["linear", "linear_float32", "norm_gate_up", "norm_qkv_rotary_store"]
 
 _PLAIN, _GATE_UP, _QKV = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _MAX_BLOCK_K = 2048
+_INTERPRETED_BLOCK_N = 64  # the interpreter runs programs one after another, so there few do more each
 
 
 class Plan(NamedTuple):
@@ -304,8 +305,9 @@ def _launch(
     x = row_strided(x)
     residual = None if residual is None else row_strided(residual)
     kernel = _few_rows_kernel if plan.block_k is None else _tile_kernel
+    block_n = plan.block_n if x.is_cuda else max(plan.block_n, _INTERPRETED_BLOCK_N)
     block_k = min(triton.next_power_of_2(width), _MAX_BLOCK_K) if plan.block_k is None else plan.block_k
-    kernel[(triton.cdiv(units, plan.block_n), triton.cdiv(rows, plan.block_m))](
+    kernel[(triton.cdiv(units, block_n), triton.cdiv(rows, plan.block_m))](
         x,
         x if norm_weight is None else norm_weight,
         weight,
@@ -333,7 +335,7 @@ def _launch(
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n,
+        BLOCK_N=block_n,
         BLOCK_K=block_k,
         STAGES=plan.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
