@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ _DECODE_INPUTS = (
     "out_cache_loc",
     "output_positions",
 )
+_decode_inputs = attrgetter(*_DECODE_INPUTS)
 
 
 @dataclass
@@ -41,13 +43,15 @@ class GenerationBatchResult:
     """
 
     next_token_ids: torch.Tensor | np.ndarray  # [bs, width]
-    is_finite: torch.Tensor | np.ndarray  # [bs] bool: the target's logits held no NaN or infinity
+    # [bs] bool: the target's logits held no NaN or infinity; a list on the host
+    is_finite: torch.Tensor | list[bool]
     # [bs, width] node of the tree, −1 behind the accepted
     accept_index: torch.Tensor | np.ndarray | None = None
     logprobs: LogprobRows | None = None  # rows: [bs · width]
     hidden_states: torch.Tensor | np.ndarray | None = None  # [bs · width, hidden] float32
     input_logprobs: LogprobRows | None = None  # rows as in ModelWorkerBatch.input_logprobs
     readback: Readback | None = field(default=None, repr=False)
+    tokens: list[list[int]] = field(default_factory=list)  # on the host: each request's tokens
 
     _PLAIN = ("next_token_ids", "is_finite", "accept_index", "hidden_states")
     _SCORED = ("logprobs", "input_logprobs")
@@ -67,7 +71,14 @@ class GenerationBatchResult:
         for n in self._SCORED:
             if getattr(self, n) is not None:
                 fields[n] = LogprobRows(*(next(arrays) for _ in LogprobRows._fields))
-        return replace(self, **fields)
+        result = GenerationBatchResult(**fields)
+        # Every request asks for its own: a list answers faster than an array.
+        result.is_finite = result.is_finite.tolist()
+        result.tokens = fields["next_token_ids"].tolist()
+        if self.accept_index is not None:
+            lengths = (fields["accept_index"] >= 0).sum(axis=1).tolist()
+            result.tokens = [row[:n] for row, n in zip(result.tokens, lengths, strict=True)]
+        return result
 
 
 class TpModelWorker:
@@ -105,7 +116,7 @@ class TpModelWorker:
         return self._replay_decode(batch, size)
 
     def _replay_decode(self, batch: ModelWorkerBatch, size: int) -> GenerationBatchResult:
-        self.static_inputs[size].fill(*(getattr(batch, name) for name in _DECODE_INPUTS))
+        self.static_inputs[size].fill(*_decode_inputs(batch))
         backend = self.model_runner.attn_backend
         backend.init_forward_metadata_replay_cuda_graph(ForwardMode.DECODE, size, batch.seq_lens)
         if not batch.needs_logits and not batch.return_hidden_states:

@@ -368,17 +368,21 @@ class EAGLEWorker(TpModelWorker):
     def commit(self, batch: ScheduleBatch, output: EagleVerifyOutput) -> GenerationBatchResult:
         """Read the step's result, append what each request accepted up to its end, free the other slots."""
         n = self.speculative_num_draft_tokens
+        evict_mask, columns = np.ones((len(batch.reqs), n), dtype=bool), np.arange(self.max_path + 1)
         result = output.result.read()
-        table = batch.req_to_token_pool.req_to_token_host
-        evict_mask = np.ones((len(batch.reqs), n), dtype=bool)
-        kept = np.zeros(len(batch.reqs), dtype=np.int64)
+        counts = []
         for i, req in enumerate(batch.reqs):
-            kept[i] = count = req.take(result, i)
-            nodes = np.arange(count) if self.moves_kv else result.accept_index[i, :count]
-            evict_mask[i, nodes] = False
-            table[req.req_pool_idx, req.kv_len : req.kv_len + count] = batch.out_cache_loc[i, nodes]
+            count = req.take(result, i)
             req.kv_len += count
-            req.count_round(proposed=n - 1, correct=min(count, np.count_nonzero(result.accept_index[i] > 0)))
+            req.count_round(proposed=n - 1, correct=min(count, len(result.tokens[i]) - 1))
+            counts.append(count)
+        kept = np.array(counts)
+        # Of every kept token: its request, its place on the path, and the node whose slot has its KV.
+        row, column = np.nonzero(columns < kept[:, None])
+        node = column if self.moves_kv else result.accept_index[row, column]
+        table = batch.req_to_token_pool.req_to_token_host
+        table[batch.req_pool_indices[row], batch.seq_lens[row] + column] = batch.out_cache_loc[row, node]
+        evict_mask[row, node] = False
         if self.page_size > 1:
             evict_mask = align_evict_mask_to_page_size(batch.seq_lens, kept, evict_mask, self.page_size)
         batch.token_to_kv_pool_allocator.free(batch.out_cache_loc[evict_mask])
