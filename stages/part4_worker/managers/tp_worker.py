@@ -76,8 +76,11 @@ class GenerationBatchResult:
         result.is_finite = result.is_finite.tolist()
         result.tokens = fields["next_token_ids"].tolist()
         if self.accept_index is not None:
-            lengths = (fields["accept_index"] >= 0).sum(axis=1).tolist()
-            result.tokens = [row[:n] for row, n in zip(result.tokens, lengths, strict=True)]
+            paths = fields["accept_index"].tolist()
+            result.tokens = [
+                row if path[-1] >= 0 else row[: path.index(-1)]
+                for row, path in zip(result.tokens, paths, strict=True)
+            ]
         return result
 
 

@@ -367,22 +367,30 @@ class EAGLEWorker(TpModelWorker):
 
     def commit(self, batch: ScheduleBatch, output: EagleVerifyOutput) -> GenerationBatchResult:
         """Read the step's result, append what each request accepted up to its end, free the other slots."""
-        n = self.speculative_num_draft_tokens
-        evict_mask, columns = np.ones((len(batch.reqs), n), dtype=bool), np.arange(self.max_path + 1)
+        bs, n = len(batch.reqs), self.speculative_num_draft_tokens
+        table = batch.req_to_token_pool.req_to_token_host
+        # Indices into flat arrays, since numpy takes several times as long over pairs of them. What needs no
+        # result comes first: the device is still at work.
+        columns = np.arange(self.max_path + 1)
+        first_nodes = np.arange(0, bs * n, n)[:, None]
+        places = (batch.req_pool_indices * table.shape[1] + batch.seq_lens)[:, None] + columns
+        evict_mask = np.ones(bs * n, dtype=bool)
         result = output.result.read()
+        accept_index = result.accept_index[:bs]
         counts = []
         for i, req in enumerate(batch.reqs):
-            count = req.take(result, i)
+            count, accepted = req.take(result, i), len(result.tokens[i])
+            if count < accepted:
+                accept_index[i, count:] = -1  # behind the request's end
             req.kv_len += count
-            req.count_round(proposed=n - 1, correct=min(count, len(result.tokens[i]) - 1))
+            req.count_round(proposed=n - 1, correct=min(count, accepted - 1))
             counts.append(count)
         kept = np.array(counts)
-        # Of every kept token: its request, its place on the path, and the node whose slot has its KV.
-        row, column = np.nonzero(columns < kept[:, None])
-        node = column if self.moves_kv else result.accept_index[row, column]
-        table = batch.req_to_token_pool.req_to_token_host
-        table[batch.req_pool_indices[row], batch.seq_lens[row] + column] = batch.out_cache_loc[row, node]
-        evict_mask[row, node] = False
+        is_kept = accept_index >= 0  # [bs, max_path + 1]
+        nodes = (first_nodes + (columns if self.moves_kv else accept_index))[is_kept]
+        table.reshape(-1)[places[is_kept]] = batch.out_cache_loc.reshape(-1)[nodes]
+        evict_mask[nodes] = False
+        evict_mask = evict_mask.reshape(bs, n)
         if self.page_size > 1:
             evict_mask = align_evict_mask_to_page_size(batch.seq_lens, kept, evict_mask, self.page_size)
         batch.token_to_kv_pool_allocator.free(batch.out_cache_loc[evict_mask])
