@@ -21,6 +21,8 @@ add_lazy(
     app, "divergence", "tools.bench.divergence:divergence", "Find the first difference to plain decoding."
 )
 add_lazy(app, "compare", "tools.bench.compare:compare", "Same prompts: plain, chain and tree, as a table.")
+add_lazy(app, "bench", "tools.bench.bench:bench", "Measure a stage, batch by batch, into a JSON file.")
+add_lazy(app, "trace", "tools.bench.trace:trace", "Record every round of an answer; print its timeline.")
 
 
 @app.command("check-env")

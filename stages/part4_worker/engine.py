@@ -2,7 +2,8 @@
 
 The same subset of arguments and results as SGLang's offline `Engine` (sglang/srt/entrypoints/engine.py), so
 that a script runs on either with one changed import. The scheduler runs in the caller's thread: `generate`
-steps it until its own requests are done, and calls from several threads take turns stepping for all.
+steps it until its own requests are done, and calls from several threads take turns stepping for all. Under DP
+attention the schedulers run in processes of their own, and a step of the controller is one of all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .managers.data_parallel_controller import DataParallelController
 from .managers.io_struct import GenerateRequests
 from .managers.schedule_batch import Req
 from .managers.scheduler import Scheduler
@@ -32,8 +34,9 @@ class Engine:
     def __init__(self, **kwargs: Any):
         self.server_args = ServerArgs.from_kwargs(**kwargs)
         logging.getLogger(__package__).setLevel(self.server_args.log_level.upper())
-        self.tokenizer = None if self.server_args.skip_tokenizer_init else _load_tokenizer(self.server_args)
-        self.scheduler: Scheduler | None = Scheduler(self.server_args)
+        self.tokenizer = None if self.server_args.skip_tokenizer_init else load_tokenizer(self.server_args)
+        door = DataParallelController if self.server_args.enable_dp_attention else Scheduler
+        self.scheduler: Scheduler | DataParallelController | None = door(self.server_args)
         self._lock = threading.RLock()
         self._seeds = random.Random(self.server_args.random_seed)  # None draws a fresh one
 
@@ -63,6 +66,7 @@ class Engine:
         requests = GenerateRequests.from_arguments(
             self.tokenizer,
             scheduler.model_config,
+            self.server_args.dp_size,
             prompt=prompt,
             input_ids=input_ids,
             sampling_params=sampling_params,
@@ -111,7 +115,7 @@ class Engine:
         with self._lock:
             if self.scheduler is None:
                 return
-            self.scheduler.abort_all("the engine was shut down")
+            self.scheduler.shutdown()
             self.scheduler = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -122,7 +126,7 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
-    def _alive(self) -> Scheduler:
+    def _alive(self) -> Scheduler | DataParallelController:
         if self.scheduler is None:
             raise RuntimeError("this engine was shut down; make a new one")
         return self.scheduler
@@ -167,7 +171,7 @@ class Engine:
             self._abort(requests.reqs)
 
 
-def _load_tokenizer(server_args: ServerArgs) -> Any:
+def load_tokenizer(server_args: ServerArgs) -> Any:
     from transformers import AutoTokenizer
 
     path = resolve_model_path(server_args.tokenizer_path)

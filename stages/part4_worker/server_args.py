@@ -306,6 +306,11 @@ def _check_relations(values: dict[str, Any], given: dict[str, Any]) -> None:
             f"{name}={value} alone is not supported; ranks are used for data-parallel attention only, so set "
             "tp_size and dp_size to the same number with enable_dp_attention=True, or leave both out."
         )
+    if values["dist_timeout"] is not None and not values["enable_dp_attention"]:
+        raise ValueError(
+            f"dist_timeout={values['dist_timeout']} is about ranks, and without enable_dp_attention there "
+            "are none; leave it out."
+        )
 
 
 def _resolve_device(values: dict[str, Any], features: Features) -> None:

@@ -73,6 +73,8 @@ def test_a_non_finite_logit_ends_its_own_request(stage, engines, zoo, tree):
     probe = Probe(engine)
 
     def spoil(module, args, output):
+        if probe.scheduler.graphs.is_capturing:
+            return
         calls.append(None)
         if len(calls) == 4:
             rows = len(output.topk_p) // 3

@@ -8,17 +8,8 @@ import pytest
 from rich.console import Console
 
 from tools.bench import compare
-from tools.bench.compare import (
-    CHAIN,
-    TREE,
-    Row,
-    compare_stage,
-    contenders,
-    failures,
-    notes,
-    step_count,
-    table_of,
-)
+from tools.bench.compare import Row, compare_stage, failures, notes, step_count, table_of
+from tools.bench.configurations import CHAIN, TREE, contenders
 from tools.bench.divergence import Verdict
 from tools.bench.measure import Cost
 from tools.bench.stages_door import PROMPTS, TREE_FLAGS, read_prompts, resolve_stage
@@ -104,9 +95,11 @@ def test_what_makes_a_table_fail() -> None:
 
 def test_notes_are_honest_about_speed() -> None:
     on_cpu, on_gpu = row(), row()
+    for is_on in (False, True):  # a CPU has the runner of the graphs and no graphs
+        on_cpu.info["is_on"]["cuda_graph"] = is_on
+        assert "need not mean more tokens/s" in notes([on_cpu], 48, 2)[-1]
     on_gpu.info["device"] = "cuda"
-    assert "need not mean more tokens/s" in notes([on_cpu], 48, 2)[-1]
-    assert "No CUDA graphs yet" in notes([on_gpu], 48, 2)[-1]
+    assert "No CUDA graphs" in notes([on_gpu], 48, 2)[-1]
     on_gpu.info["is_on"]["cuda_graph"] = True
     assert not any("No CUDA graphs" in line for line in notes([on_gpu], 48, 2))
     assert "differ by up to 200%" in notes([on_cpu], 48, 3)[1]

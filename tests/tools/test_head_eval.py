@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.tools.head_helpers import tiny_head, tiny_target
-from tools.models.cache import ModelError
+from tools.bench.configurations import read_shape
+from tools.bench.stages_door import BadInput
 from tools.models.head_data import Text
-from tools.models.head_eval import Rounds, read_shape, rows_of, simulate
+from tools.models.head_eval import Rounds, rows_of, simulate
 from tools.models.head_model import FrozenTarget, load_head, rotary_table, save_head
 from tools.models.head_report import check_engine
 
@@ -113,7 +114,7 @@ def test_the_counts_add_up():
 def test_shapes_are_read_and_impossible_ones_refused():
     assert read_shape("3/4/8") == (3, 4, 8)
     for text in ("3/4", "3/4/8/1", "a/b/c", "0/1/2", "3/1/5", "3/1/1", "-1/1/2", ""):
-        with pytest.raises(ModelError, match="no shape"):
+        with pytest.raises(BadInput, match="no shape"):
             read_shape(text)
 
 

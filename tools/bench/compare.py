@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,10 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models.cache import ModelError, find_model
-from ..models.head_progress import progress_bar
+from .configurations import contenders
 from .divergence import Verdict, judge
 from .engine_flags import command
-from .measure import Cost, measure, model_forwards
+from .measure import Cost, Run, measure, model_forwards, timed_run
+from .progress import progress
 from .stages_door import (
     PROMPTS,
     TREE_FLAGS,
@@ -34,15 +34,13 @@ from .stages_door import (
     all_stages,
     encode_prompts,
     generate,
-    merge_flags,
-    plain_flags,
     pool_flags,
     read_prompts,
+    refuse_ranks,
     resolve_stage,
     shape_name,
 )
 
-CHAIN, TREE = (3, 1, 4), (3, 4, 8)  # steps, topk, draft tokens
 SIMULATION_TOLERANCE = 0.03  # tokens per round
 
 
@@ -64,20 +62,24 @@ class Row:
         return self.info["speculative_algorithm"] is None
 
     @property
+    def runs(self) -> list[Run]:
+        """The timed runs in order; they all gave the same results."""
+        return [Run.of(self.results, seconds) for seconds in self.seconds]
+
+    @property
     def tokens(self) -> int:
         """Output tokens of one run over all prompts."""
-        return sum(len(result["output_ids"]) for result in self.results)
+        return self.runs[0].tokens
 
     @property
     def speeds(self) -> list[float]:
         """Output tokens per second, end to end, of each run in order."""
-        return [self.tokens / seconds for seconds in self.seconds]
+        return [run.speed for run in self.runs]
 
     @property
     def tokens_per_round(self) -> float:
         """Tokens that all rounds made over the number of rounds; 1 for plain decoding."""
-        rounds = sum(result["meta_info"].get("spec_verify_ct", 0) for result in self.results)
-        return (self.tokens - len(self.results)) / rounds if rounds else 1.0
+        return self.runs[0].tokens_per_round
 
     @property
     def verdict(self) -> Verdict:
@@ -90,21 +92,6 @@ class Row:
         worst = self.verdict
         same = sum(found.kind == worst.kind for found in self.verdicts)
         return str(worst) + (f", {same} of {len(self.verdicts)}" if worst.kind != "yes" and same > 1 else "")
-
-
-def contenders(stage: Stage, given: dict[str, Any]) -> list[dict[str, Any]]:
-    """Engine flags of each row: plain, then a chain and a tree as far as the stage has them.
-
-    Where `given` says something about the shape of a tree there is one speculative row, with that shape.
-    """
-    flags = merge_flags(stage, given)
-    rows = [plain_flags(flags)]
-    if flags.get("speculative_algorithm") is None:
-        return rows
-    if any(name in given for name in TREE_FLAGS):
-        return [*rows, flags]
-    shapes = [CHAIN, TREE] if stage.has("tree") else [CHAIN]
-    return rows + [flags | dict(zip(TREE_FLAGS, shape, strict=True)) for shape in shapes]
 
 
 def compare_stage(
@@ -128,7 +115,7 @@ def compare_stage(
             engine = stack.enter_context(stage.open(**pool_flags(flags, len(prompts), new_tokens)))
             info = engine.get_server_info()
             pairs.append((Row(stage.name, shape_name(info), info), engine))
-        ids = encode_prompts(pairs[0][1], prompts, raw)
+        ids = encode_prompts(pairs[0][1].tokenizer, prompts, raw)
         for row, engine in pairs:
             advance(f"{row.label}: warming up")
             generate(engine, ids, min(new_tokens, 4), ignore_eos=True)
@@ -165,10 +152,8 @@ def _timed_run(row: Row, engine: Any, ids: list[list[int]], new_tokens: int) -> 
         _measured_run(row, engine, ids, new_tokens)
         row.seconds.append(row.cost.total)
         return
-    engine.flush_cache()
-    start = time.perf_counter()
-    row.results = generate(engine, ids, new_tokens, ignore_eos=True)
-    row.seconds.append(time.perf_counter() - start)
+    run, row.results = timed_run(engine, [ids], new_tokens, ignore_eos=True)
+    row.seconds.append(run.seconds)
 
 
 def _measured_run(row: Row, engine: Any, ids: list[list[int]], new_tokens: int) -> None:
@@ -273,15 +258,16 @@ def notes(rows: Sequence[Row], new_tokens: int, repeats: int) -> list[str]:
         "time: in the target's forwards, in the draft's, and in all that the host does around them "
         "(scheduling, trees, acceptance, text).",
     ]
-    if any(row.info["is_on"]["cuda_graph"] for row in rows):
-        return found
-    found.append(
-        "No CUDA graphs yet: on a GPU a step's time is that of launching its kernels one by one, and a round "
-        "of EAGLE launches several times as many as a step of plain decoding."
-        if info["device"] == "cuda"
-        else "Fewer forwards need not mean more tokens/s here: a CPU has no idle arithmetic, so a forward "
-        "over a tree of 8 costs several times one over a single token. What carries over is tokens/round."
-    )
+    if info["device"] != "cuda":
+        found.append(
+            "Fewer forwards need not mean more tokens/s here: a CPU has no idle arithmetic, so a forward "
+            "over a tree of 8 costs several times one over a single token. What carries over is tokens/round."
+        )
+    elif not any(row.info["is_on"]["cuda_graph"] for row in rows):
+        found.append(
+            "No CUDA graphs: a step's time is that of launching its kernels one by one, and a round of EAGLE "
+            "launches several times as many as a step of plain decoding."
+        )
     return found
 
 
@@ -308,11 +294,12 @@ def compare(
     import torch
 
     given = engine_flags or {}
+    refuse_ranks(given, "compare")
     texts = read_prompts(prompts or PROMPTS)[:num_prompts]
     chosen = [resolve_stage(name) for name in stages] if stages else all_stages()
     on_gpu = torch.cuda.is_available() and given.get("device") != "cpu"
     rows: list[Row] = []
-    with _progress(sum(step_count(stage, given, repeats, on_gpu) for stage in chosen)) as advance:
+    with progress(sum(step_count(stage, given, repeats, on_gpu) for stage in chosen)) as advance:
         for stage in chosen:
             rows += compare_stage(stage, given, texts, max_new_tokens, repeats, raw, advance)
     console = Console(highlight=False)
@@ -331,22 +318,3 @@ def compare(
         console.print(f"  {what:38}{where}", soft_wrap=True, markup=False)
     if wrong:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal, a line for each step elsewhere; both on standard error."""
-    if not Console(stderr=True).is_terminal:
-        yield lambda what: typer.echo(what, err=True)
-        return
-    with progress_bar() as progress:
-        task = progress.add_task("", total=total)
-        started = False
-
-        def advance(what: str) -> None:
-            nonlocal started
-            progress.update(task, description=f"{what:36}", advance=int(started))
-            started = True
-
-        yield advance
-        progress.update(task, completed=total)

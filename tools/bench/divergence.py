@@ -180,7 +180,7 @@ def divergence(
     with log.status(f"loading {found.name} twice: plain and speculative") as status:
         with found.open(**plain_flags(flags)) as plain, found.open(**flags) as other:
             name = shape_name(other.get_server_info())
-            ids = encode_prompts(plain, texts, raw)
+            ids = encode_prompts(plain.tokenizer, texts, raw)
             status.update(f"plain decoding, {len(ids)} x {max_new_tokens} tokens")
             expected = generate(plain, ids, max_new_tokens, ignore_eos=ignore_eos)
             status.update(f"{name}, {len(ids)} x {max_new_tokens} tokens")

@@ -1,19 +1,23 @@
-"""What a stretch of an engine's work cost: forwards of each model, and where the time went.
+"""What a stretch of an engine's work cost: seconds, rounds, forwards of each model, and where the time went.
 
-The engine counts its own forwards and its scheduling; the phases of a step are timed from here, by wrapping
-methods that have upstream's names, so that no engine carries code for it. A stage that lacks a method lacks
-its phase.
+The engine counts its own forwards and its scheduling; everything else is seen from here, by wrapping methods
+that have upstream's names, so that no engine carries code for it. A stage that lacks a method lacks its
+phase.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from .stages_door import generate
+
 Spots = dict[str, list[tuple[Any, str]]]  # phase → the methods (owner, name) that make it up
+# (phase, method, *its arguments) → what the method returns
+Around = Callable[..., Any]
 
 
 @dataclass
@@ -29,6 +33,48 @@ class Cost:
     def rest(self) -> float:
         """Seconds in no phase."""
         return max(0.0, self.total - sum(self.seconds.values()))
+
+
+@dataclass
+class Run:
+    """One pass over all prompts of a set: seconds end to end, of which some went into prefill steps.
+
+    `steps` are the steps that were no prefill; `rounds` sums the verifications over the requests.
+    """
+
+    seconds: float
+    prefill_seconds: float
+    requests: int
+    tokens: int
+    steps: int
+    rounds: int
+
+    @classmethod
+    def of(
+        cls, results: Sequence[dict[str, Any]], seconds: float, prefill_seconds: float = 0.0, steps: int = 0
+    ) -> Run:
+        """From the engine's results."""
+        tokens = sum(len(result["output_ids"]) for result in results)
+        rounds = sum(result["meta_info"].get("spec_verify_ct", 0) for result in results)
+        return cls(seconds, prefill_seconds, len(results), tokens, steps, rounds)
+
+    @property
+    def speed(self) -> float:
+        """Output tokens per second, end to end."""
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens that all rounds made over the number of rounds; 1 for plain decoding.
+
+        A request's first token is its prefill's and belongs to no round.
+        """
+        return (self.tokens - self.requests) / self.rounds if self.rounds else 1.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean wall time of a step or round, prefill left out."""
+        return (self.seconds - self.prefill_seconds) / self.steps if self.steps else 0.0
 
 
 def step_phases(engine: Any) -> Spots:
@@ -56,20 +102,52 @@ def model_forwards(engine: Any) -> Spots:
 
 
 @contextmanager
+def wrap(spots: Spots, around: Around) -> Iterator[None]:
+    """Send every call of the spots' methods through `around(phase, method, *arguments)`."""
+    with ExitStack() as stack:
+        for phase, methods in spots.items():
+            for owner, name in methods:
+                if hasattr(owner, name):
+                    stack.enter_context(_wrapped(owner, name, phase, around))
+        yield
+
+
+@contextmanager
+def _wrapped(owner: Any, name: str, phase: str, around: Around) -> Iterator[None]:
+    method, outer = getattr(owner, name), vars(owner).get(name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(phase, method, *args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        if outer is None:
+            delattr(owner, name)
+        else:  # a wrapper around ours
+            setattr(owner, name, outer)
+
+
+@contextmanager
 def measure(engine: Any, spots: Spots, counters: bool = False) -> Iterator[Cost]:
     """Fill a Cost with what the engine does inside the block.
 
     `counters` adds the engine's own phases, "schedule" and "process". On a GPU each method is waited for, or
     its time would be that of launching it: the split is right then, and the total a little too long.
     """
-    cost, synchronize = Cost(), _synchronizer(engine)
+    cost, synchronize = Cost(seconds=dict.fromkeys(spots, 0.0)), synchronizer(engine)
+
+    def timed(phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            synchronize()
+            cost.seconds[phase] += time.perf_counter() - start
+
     before = engine.get_server_info()
-    with ExitStack() as stack:
-        for phase, methods in spots.items():
-            cost.seconds[phase] = 0.0
-            for owner, name in methods:
-                if hasattr(owner, name):
-                    stack.enter_context(_timed(owner, name, cost.seconds, phase, synchronize))
+    with wrap(spots, timed):
         start = time.perf_counter()
         yield cost
         cost.total = time.perf_counter() - start
@@ -82,30 +160,36 @@ def measure(engine: Any, spots: Spots, counters: bool = False) -> Iterator[Cost]
             cost.seconds[phase] = after[f"{phase}_seconds"] - before[f"{phase}_seconds"]
 
 
-def _synchronizer(engine: Any) -> Callable[[], None]:
+def timed_run(
+    engine: Any, waves: Sequence[list[list[int]]], new_tokens: int, ignore_eos: bool
+) -> tuple[Run, list[dict[str, Any]]]:
+    """Answer the prompts wave by wave, greedily, with nothing cached; each wave is sent at once."""
+    scheduler, results = engine.scheduler, []
+    engine.flush_cache()
+    prefill_seconds, steps = 0.0, 0
+
+    def step(phase: str, method: Callable[..., Any]) -> Any:
+        nonlocal prefill_seconds, steps
+        before, start = scheduler.counters.forward_ct_prefill, time.perf_counter()
+        has_run = method()
+        if scheduler.counters.forward_ct_prefill > before:
+            prefill_seconds += time.perf_counter() - start
+        else:
+            steps += has_run
+        return has_run
+
+    with wrap({"step": [(scheduler, "step")]}, step):
+        start = time.perf_counter()
+        for prompts in waves:
+            results += generate(engine, prompts, new_tokens, ignore_eos=ignore_eos)
+        seconds = time.perf_counter() - start
+    return Run.of(results, seconds, prefill_seconds, steps), results
+
+
+def synchronizer(engine: Any) -> Callable[[], None]:
+    """A function that waits for the engine's device; nothing on a CPU."""
     if engine.get_server_info()["device"] != "cuda":
         return lambda: None
     import torch
 
     return torch.cuda.synchronize
-
-
-@contextmanager
-def _timed(
-    owner: Any, name: str, seconds: dict[str, float], phase: str, synchronize: Callable[[], None]
-) -> Iterator[None]:
-    method = getattr(owner, name)
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            synchronize()
-            seconds[phase] += time.perf_counter() - start
-
-    setattr(owner, name, timed)
-    try:
-        yield
-    finally:
-        delattr(owner, name)

@@ -19,7 +19,15 @@ from rich.text import Text
 
 from .engine_flags import command
 from .measure import Cost, measure, step_phases
-from .stages_door import encode_prompts, merge_flags, refusals, refuse_abort, resolve_stage, shape_name
+from .stages_door import (
+    encode_prompts,
+    merge_flags,
+    refusals,
+    refuse_abort,
+    refuse_ranks,
+    resolve_stage,
+    shape_name,
+)
 
 COLOURS = ("cyan", "yellow", "green", "magenta", "bright_blue", "bright_red")
 
@@ -137,6 +145,7 @@ def run(
     """
     found = resolve_stage(stage)
     flags = merge_flags(found, engine_flags or {})
+    refuse_ranks(flags, "run")
     params: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     if seed is not None:
         params["sampling_seed"] = seed
@@ -144,7 +153,7 @@ def run(
     with Console(stderr=True).status(f"loading {found.name}"):
         engine = found.open(**flags)
     with engine:
-        (ids,) = encode_prompts(engine, [prompt], raw)
+        (ids,) = encode_prompts(engine.tokenizer, [prompt], raw)
         info = engine.get_server_info()
         is_plain = not console.is_terminal or bool(os.environ.get("NO_COLOR"))
         is_plain = is_plain or info["speculative_algorithm"] is None

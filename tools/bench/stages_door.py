@@ -167,12 +167,20 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def encode_prompts(engine: Any, prompts: Sequence[str], raw: bool) -> list[list[int]]:
+def refuse_ranks(flags: dict[str, Any], command: str) -> None:
+    """Raise BadInput for an engine whose steps run in other processes, where nobody can look into them."""
+    if flags.get("enable_dp_attention"):
+        raise BadInput(
+            f"fledge {command} looks into the engine's own process: no --enable-dp-attention here."
+        )
+
+
+def encode_prompts(tokenizer: Any, prompts: Sequence[str], raw: bool) -> list[list[int]]:
     """Token ids of each prompt: as they stand if `raw`, else as a user's turn in the chat template.
 
-    The template adds its default system prompt. Raises BadInput where there is no tokenizer or no template.
+    The template adds its default system prompt. Raises BadInput where there is no tokenizer (None) or no
+    template.
     """
-    tokenizer = engine.tokenizer
     if tokenizer is None:
         raise BadInput("A prompt is text, and --skip-tokenizer-init loads no tokenizer: leave it out.")
     for prompt in prompts:
@@ -200,11 +208,13 @@ def pool_flags(flags: dict[str, Any], prompts: int, new_tokens: int) -> dict[str
     return {"max_total_tokens": max(4096, slots)} | flags
 
 
-def generate(engine: Any, prompts: list[list[int]], new_tokens: int, **params: Any) -> list[dict[str, Any]]:
+def generate(
+    engine: Any, prompts: list[list[int]], new_tokens: int, rid: list[str] | None = None, **params: Any
+) -> list[dict[str, Any]]:
     """Greedy results for all prompts at once. Raises BadInput for what the engine refuses or aborts."""
     wanted = {"temperature": 0, "max_new_tokens": new_tokens, **params}
     with refusals():
-        results = engine.generate(input_ids=prompts, sampling_params=wanted)
+        results = engine.generate(input_ids=prompts, sampling_params=wanted, rid=rid)
     for result in results:
         refuse_abort(result)
     return results

@@ -134,8 +134,9 @@ def eval_head(
     from rich.console import Console
     from rich.table import Table
 
+    from ..bench.configurations import read_shape
     from ..bench.stages_door import resolve_stage
-    from .head_eval import CHAINS, TREES, read_shape
+    from .head_eval import CHAINS, TREES
     from .head_report import evaluate
 
     with _sentences():

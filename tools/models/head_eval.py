@@ -16,23 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cache import ModelError
+from ..bench.configurations import Shape
 from .head_data import Text, without_loop
 from .head_model import FrozenTarget, Head, rotary_table
 
-Shape = tuple[int, int, int]  # steps, topk, draft tokens
 CHAINS: tuple[Shape, ...] = tuple((steps, 1, steps + 1) for steps in range(1, 6))
 TREES: tuple[Shape, ...] = ((3, 4, 8), (5, 4, 8), (5, 8, 32))
-
-
-def read_shape(text: str) -> Shape:
-    """(3, 1, 4) for "3/1/4". Raises ModelError for anything that is no shape of a tree."""
-    numbers = [int(part) if part.isdecimal() else 0 for part in text.split("/")]
-    if len(numbers) == 3 and min(numbers) >= 1:
-        steps, topk, draft_tokens = numbers
-        if 2 <= draft_tokens <= 1 + topk + (steps - 1) * topk**2:
-            return steps, topk, draft_tokens
-    raise ModelError(f"{text!r} is no shape: give steps/topk/tokens of a tree that exists, such as 3/1/4.")
 
 
 @dataclass

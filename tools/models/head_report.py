@@ -5,8 +5,6 @@ What it returns says where the numbers come from, so that it can be kept as a JS
 """
 
 import os
-import platform
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,36 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..bench.configurations import Shape
 from ..bench.stages_door import read_prompts
+from ..provenance import provenance
 from .cache import ModelError, sha256_of
 from .head_data import Template, load_text
-from .head_eval import CHAINS, TREES, Shape, rows_of, simulate
+from .head_eval import CHAINS, TREES, rows_of, simulate
 from .head_model import FrozenTarget, Head, load_head
 from .head_progress import progress_bar
 
 ENGINE_TOLERANCE = 0.03  # tokens per round
 ENGINE_SHAPES: tuple[Shape, ...] = ((3, 1, 4), (3, 4, 8))
-
-
-def provenance(device: torch.device) -> dict[str, Any]:
-    """Commit, machine and versions behind a number."""
-    here = Path(__file__).parent
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10
-            )
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return done.stdout.strip()
-
-    return {
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
 
 
 def check_engine(
@@ -125,7 +104,7 @@ def evaluate(
             f"The head in {head_folder} was made for a target of another size than {target_folder}."
         )
     result: dict[str, Any] = {
-        **provenance(target.device),
+        **provenance(target.device.type),
         "head_sha256": sha256_of(Path(head_folder) / "model.safetensors"),
         "dtype": "float32",
     }

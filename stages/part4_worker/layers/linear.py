@@ -1,8 +1,9 @@
 """Linear layers, each with what is computed together with it.
 
-Restates QKVParallelLinear, MergedColumnParallelLinear and RowParallelLinear of sglang/srt/layers/linear.py
-for one rank. Norms, rotary embedding, gate and residual are arguments of the layer beside them, because a
-kernel that does all of it at once is what makes a step with few rows fast; the kernel set decides when.
+Restates QKVParallelLinear, MergedColumnParallelLinear and RowParallelLinear of sglang/srt/layers/linear.py,
+the last two as DP attention shares them out. Norms, rotary embedding, gate and residual are arguments of the
+layer beside them, because a kernel that does all of it at once is what makes a step with few rows fast; the
+kernel set decides when.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from .dp_attention import get_dp_group
 from .layernorm import RMSNorm
 from .rotary_embedding import RotaryEmbedding
 
 
 class MergedLinear(nn.Module):
     """y = x Wᵀ + b where W stacks several checkpoint matrices, named by `parts`: {name: out_features}."""
+
+    shard_dim: int | None = None  # the dimension of each checkpoint matrix of which a DP rank holds its part
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool, kernels: Any):
         super().__init__()
@@ -38,16 +42,34 @@ class MergedLinear(nn.Module):
             if (tensor := getattr(self, kind)) is None:
                 continue
             for name, rows in zip(self.parts, tensor.split(list(self.parts.values())), strict=True):
+                rows.shard_dim = self.shard_dim
                 views[f"{prefix}{name}.{kind}"] = rows
         return views
 
 
 class GateUpLinear(MergedLinear):
-    """silu(gate) · up of the normed input."""
+    """silu(gate) · up of the normed input; under DP attention this rank's part of it, for all ranks' rows."""
 
-    def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """x [rows, hidden] → [rows, inner]."""
+    shard_dim = 0
+
+    def forward(self, x: torch.Tensor, norm: RMSNorm, dp_rows: int | None) -> torch.Tensor:
+        """x [rows, hidden] → [rows, inner]; `dp_rows` as in ForwardBatch."""
+        if (group := get_dp_group()) is not None:
+            x = group.gather(x, dp_rows)
         return self.kernels.norm_gate_up(x, norm.weight, norm.eps, self.weight, self.bias)
+
+
+class RowParallelLinear(MergedLinear):
+    """What follows GateUpLinear. Under DP attention each rank's product is a summand of the whole."""
+
+    shard_dim = 1
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] of GateUpLinear; residual [own rows, out] → the same shape."""
+        if (group := get_dp_group()) is None:
+            return super().forward(x, residual)
+        summed = group.scatter(self.kernels.linear(x, self.weight, None, None), len(residual))
+        return residual + (summed if self.bias is None else summed + self.bias)
 
 
 class QKVLinear(MergedLinear):

@@ -16,4 +16,6 @@ class RadixAttention(nn.Module):
 
     def forward(self, q: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """Attend with q [rows, heads, head_dim] over cached slots, this forward's own among them."""
+        if forward_batch.forward_mode.is_idle():
+            return torch.zeros_like(q)
         return forward_batch.attn_backend.forward(q, self, forward_batch)

@@ -18,6 +18,7 @@ from .detokenizer import IncrementalDetokenizer
 from .schedule_batch import Logprobs, Req
 
 if TYPE_CHECKING:
+    from .data_parallel_controller import DataParallelController
     from .scheduler import Scheduler
 
 MAX_TOP_LOGPROBS = 64
@@ -38,6 +39,7 @@ class GenerateRequests:
         cls,
         tokenizer: Any,
         model_config: ModelConfig,
+        dp_size: int,
         *,
         prompt: str | list[str] | None,
         input_ids: list[int] | list[list[int]] | None,
@@ -52,10 +54,8 @@ class GenerateRequests:
         routed_dp_rank: int | None,
     ) -> GenerateRequests:
         """Raises ValueError, naming the prompt by number where there are several."""
-        if routed_dp_rank not in (None, 0):
-            raise ValueError(
-                f"routed_dp_rank={routed_dp_rank}, but this engine has one rank, 0: leave it out"
-            )
+        if routed_dp_rank is not None:
+            _check_rank(routed_dp_rank, dp_size)
         for name, value in (("return_hidden_states", return_hidden_states), ("stream", stream)):
             _check_flag(name, value)
         ids, is_batch = _token_ids(tokenizer, prompt, input_ids)
@@ -94,9 +94,11 @@ class GenerateRequests:
                 raise ValueError(f"prompt {i}: {error}" if is_batch else str(error)) from None
         if len({r.rid for r in reqs}) < count:
             raise ValueError("rid: two prompts of the call have the same id")
+        for req in reqs:
+            req.routed_dp_rank = routed_dp_rank
         return cls(tokenizer, is_batch, reqs, [False] * count)
 
-    def admit(self, scheduler: Scheduler, new_seed: Callable[[], int]) -> None:
+    def admit(self, scheduler: Scheduler | DataParallelController, new_seed: Callable[[], int]) -> None:
         self.is_speculative = not scheduler.spec_algorithm.is_none()
         live = scheduler.live_rids()
         for req in self.reqs:
@@ -185,6 +187,12 @@ def _token_ids(tokenizer: Any, prompt: Any, input_ids: Any) -> tuple[list[list[i
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_rank(rank: Any, dp_size: int) -> None:
+    if not _is_whole(rank) or not 0 <= rank < dp_size:
+        ranks = f"ranks 0 to {dp_size - 1}" if dp_size > 1 else "one rank, 0"
+        raise ValueError(f"routed_dp_rank={rank!r}, but this engine has {ranks}: name one or leave it out")
 
 
 def _check_flag(name: str, value: Any) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..layers.dp_attention import GlobalStep
 from ..layers.logprobs import LogprobRows, gather_logprobs
 from ..mem_cache.allocator import TokenToKVPoolAllocator
 from ..mem_cache.memory_pool import ReqToTokenPool
@@ -94,6 +95,7 @@ class Req:
     detokenizer: IncrementalDetokenizer | None = None
     logprobs: Logprobs | None = None
     return_hidden_states: bool = False
+    routed_dp_rank: int | None = None  # None: the next rank in turn
     output_ids: list[int] = field(default_factory=list)
     hidden_states: list[np.ndarray] = field(default_factory=list)
     finished_reason: FinishReason | None = None
@@ -243,6 +245,7 @@ class ModelWorkerBatch:
     return_hidden_states: bool
     input_logprobs: HostLogprobRequest | None
     output_logprobs: tuple[int, np.ndarray] | None  # see ScheduleBatch.logprob_shape
+    global_step: GlobalStep  # what the ranks of DP attention agreed on
 
     @property
     def needs_logits(self) -> bool:
@@ -277,6 +280,7 @@ class ScheduleBatch:
     prefix_lens: np.ndarray | None = None
     out_cache_loc: np.ndarray | None = None
     input_logprobs: HostLogprobRequest | None = None
+    global_step: GlobalStep = GlobalStep()
 
     def batch_size(self) -> int:
         return len(self.reqs)
@@ -401,6 +405,7 @@ class ScheduleBatch:
             return_hidden_states=needs_hidden,
             input_logprobs=self.input_logprobs,
             output_logprobs=self.logprob_shape() if self.return_logprob else None,
+            global_step=self.global_step,
         )
 
     def _input_logprob_rows(self) -> HostLogprobRequest | None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..configs.model_config import ModelConfig
+from ..layers.dp_attention import get_dp_group, local_device
 from ..mem_cache.allocator import TokenToKVPoolAllocator
 from ..mem_cache.memory_pool import ReqToTokenPool
 from ..mem_cache.radix_cache import RadixCache
@@ -28,6 +29,7 @@ from ..speculative.eagle_worker import EAGLEWorker
 from ..speculative.spec_info import SpeculativeAlgorithm
 from .schedule_batch import FinishReason, Req, ScheduleBatch
 from .schedule_policy import PrefillAdder
+from .scheduler_dp_attn_mixin import SchedulerDPAttnMixin
 from .scheduler_output_processor import SchedulerOutputProcessorMixin
 from .tp_worker import TpModelWorker
 
@@ -68,10 +70,17 @@ class Counters:
         self.spec_correct_drafts_histogram = [a + b for a, b in pairs]
 
 
-class Scheduler(SchedulerOutputProcessorMixin):
+def average_correct_drafts(histogram: list[int]) -> float:
+    """Correct drafts per verification, where histogram[n] verifications had n; 0 if there was none."""
+    rounds = sum(histogram)
+    return sum(n * count for n, count in enumerate(histogram)) / rounds if rounds else 0.0
+
+
+class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
     def __init__(self, server_args: ServerArgs):
         self.server_args = server_args
-        self.device = torch.device(server_args.device)
+        self.device = local_device(server_args.device)
+        self.dp_group = get_dp_group()
         self.spec_algorithm = SpeculativeAlgorithm.from_string(server_args.speculative_algorithm)
         self.model_config = ModelConfig.from_path(server_args.model_path, server_args.context_length)
         self.tp_worker = TpModelWorker(server_args, self.model_config)
@@ -180,7 +189,6 @@ class Scheduler(SchedulerOutputProcessorMixin):
     def get_internal_state(self) -> dict[str, Any]:
         """Pools, counters and time split, in upstream's names where it has them."""
         counters = dataclasses.asdict(self.counters)
-        rounds, drafts = self.counters.spec_verify_ct, self.counters.spec_correct_drafts_histogram
         return counters | {
             "max_total_num_tokens": self.max_total_num_tokens,
             "available_size": self.token_to_kv_pool_allocator.available_size(),
@@ -192,14 +200,17 @@ class Scheduler(SchedulerOutputProcessorMixin):
                 "target": self.tp_worker.model_runner.forward_ct,
                 "draft": sum(w.model_runner.forward_ct for w in self.workers[1:]),
             },
-            "avg_correct_drafts": sum(n * c for n, c in enumerate(drafts)) / rounds if rounds else 0.0,
+            "avg_correct_drafts": average_correct_drafts(self.counters.spec_correct_drafts_histogram),
             "is_on": {
-                "cuda_graph": self.server_args.cuda_graph,
+                "cuda_graph": bool(self.graphs.sizes),
                 "overlap_schedule": self.server_args.overlap_schedule,
                 "radix_cache": not self.server_args.disable_radix_cache,
                 "dtype": str(self.tp_worker.model_runner.dtype).removeprefix("torch."),
             },
         }
+
+    def shutdown(self) -> None:
+        self.abort_all("the engine was shut down")
 
     def is_idle(self) -> bool:
         return not self.live_rids()
@@ -222,6 +233,8 @@ class Scheduler(SchedulerOutputProcessorMixin):
     def _step(self) -> bool:
         t0 = time.perf_counter()
         batch = self.get_next_batch_to_run()
+        if self.dp_group is not None:
+            batch = self.prepare_dp_attn_batch(batch)
         t1 = time.perf_counter()
         self.counters.schedule_seconds += t1 - t0
         if batch is None:
@@ -320,6 +333,8 @@ class Scheduler(SchedulerOutputProcessorMixin):
 
     def run_batch(self, batch: ScheduleBatch):
         """One forward step of the batch; returns what process_batch_result needs."""
+        if batch.forward_mode.is_idle():
+            return (self.draft_worker or self.tp_worker).forward_idle(batch.global_step)
         if self.spec_algorithm.is_none():
             return self.tp_worker.forward_batch_generation(batch.get_model_worker_batch())
         return self.draft_worker.forward_batch_speculative_generation(batch)

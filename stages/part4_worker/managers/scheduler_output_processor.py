@@ -16,7 +16,7 @@ class SchedulerOutputProcessorMixin:
     def process_batch_result(self: Scheduler, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         if batch.forward_mode.is_extend():
             self.process_batch_result_prefill(batch, result)
-        else:
+        elif not batch.forward_mode.is_idle():
             self.process_batch_result_decode(batch, result)
 
     def process_batch_result_prefill(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..configs.model_config import ModelConfig
+from ..layers.dp_attention import GlobalStep
 from ..layers.logits_processor import LogitsProcessorOutput
 from ..layers.logprobs import LogprobRows
 from ..layers.sampler import Sampler
@@ -105,27 +106,24 @@ class TpModelWorker:
         self.static_inputs: dict[int, PackedBuffer] = {}
         self.model_runner.attn_backend.init_cuda_graph_state(max(graphs.sizes, default=0), 1)
         graphs.register(self._capture_decode)
+        self.model_runner.init_extend_graphs(graphs)
 
     def _capture_decode(self, size: int) -> None:
         buffer = self.static_inputs[size] = PackedBuffer(self.device, [(size,)] * len(_DECODE_INPUTS))
         self.graphs.capture(("decode", size), partial(self._decode_greedily, buffer, Readback()))
-        self.graphs.capture(("decode_logits", size), partial(self._decode, buffer, None))
+        self.graphs.capture(("decode_logits", size), partial(self._decode_logits, buffer))
 
     def forward_batch_generation(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
         """Run the model over a step's rows and sample one token per request."""
-        size = self.graphs.padded_size(len(batch.req_pool_indices))
+        size = self.graphs.padded_size(len(batch.req_pool_indices), batch.global_step)
         if batch.forward_mode.is_extend() or size is None:
             return self.forward_and_sample(batch, ForwardBatch.init_new(batch, self.model_runner))
         return self._replay_decode(batch, size)
 
     def _replay_decode(self, batch: ModelWorkerBatch, size: int) -> GenerationBatchResult:
-        self.static_inputs[size].fill(*_decode_inputs(batch))
-        backend = self.model_runner.attn_backend
-        backend.init_forward_metadata_replay_cuda_graph(ForwardMode.DECODE, size, batch.seq_lens)
+        self._fill(size, _decode_inputs(batch))
         if not batch.needs_logits and not batch.return_hidden_states:
-            result = self.graphs.replay(("decode", size))
-            result.readback.launched()
-            return result
+            return self._replay_greedy(size)
         bs = len(batch.req_pool_indices)
         positions, output = self.graphs.replay(("decode_logits", size))
         rows = replace(
@@ -133,10 +131,26 @@ class TpModelWorker:
         )
         return self._sample(batch, rows, positions[:bs])
 
+    def _fill(self, size: int, arrays: list[np.ndarray]) -> None:
+        self.static_inputs[size].fill(*arrays)
+        backend, seq_lens = self.model_runner.attn_backend, arrays[_DECODE_INPUTS.index("seq_lens")]
+        backend.init_forward_metadata_replay_cuda_graph(ForwardMode.DECODE, size, seq_lens)
+
+    def _replay_greedy(self, size: int) -> GenerationBatchResult:
+        result = self.graphs.replay(("decode", size))
+        result.readback.launched()
+        return result
+
     def _decode_greedily(self, buffer: PackedBuffer, readback: Readback) -> GenerationBatchResult:
         _, output = self._decode(buffer, topk=1)
         is_finite = torch.isfinite(output.topk_p[:, 0])
         return GenerationBatchResult(output.topk_index, is_finite).start_read(readback)
+
+    def _decode_logits(self, buffer: PackedBuffer) -> tuple[torch.Tensor, LogitsProcessorOutput]:
+        output_positions, output = self._decode(buffer, topk=None)
+        size = len(output_positions)
+        output.next_token_logits = self.graphs.shared("next_token_logits", size, output.next_token_logits)
+        return output_positions, output
 
     def _decode(self, buffer: PackedBuffer, topk: int | None) -> tuple[torch.Tensor, LogitsProcessorOutput]:
         """One token for each row of static inputs: what a graph records. Also returns output positions."""
@@ -161,6 +175,15 @@ class TpModelWorker:
             **fields,
         )
         return forward_batch.output_positions, self.model_runner.forward(forward_batch)
+
+    def forward_idle(self, step: GlobalStep) -> None:
+        """A step without requests, so that the gathers of the ranks that have some are whole."""
+        size = self.graphs.padded_size(0, step)
+        if size is None:
+            self.model_runner.forward_idle(step.target_rows)
+        else:
+            self._fill(size, self.static_inputs[size].no_rows())
+            self._replay_greedy(size).read()  # waiting keeps the pinned inputs until they are sent
 
     def forward_and_sample(
         self, batch: ModelWorkerBatch, forward_batch: ForwardBatch

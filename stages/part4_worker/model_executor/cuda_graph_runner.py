@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from ..layers.dp_attention import GlobalStep, get_dp_group
 from ..server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -32,9 +33,10 @@ def batch_sizes_to_capture(server_args: ServerArgs) -> list[int]:
     """Ascending; empty where CUDA graphs are off. A batch over the largest runs eagerly."""
     if not server_args.cuda_graph:
         return []
-    most = min(server_args.max_running_requests, server_args.cuda_graph_max_bs or _DEFAULT_SIZES[-1])
+    running, asked = server_args.max_running_requests, server_args.cuda_graph_max_bs
     if server_args.cuda_graph_bs is not None:
-        return sorted(size for size in server_args.cuda_graph_bs if size <= server_args.max_running_requests)
+        return [size for size in server_args.cuda_graph_bs if size <= min(running, asked or running)]
+    most = min(running, asked or _DEFAULT_SIZES[-1])
     return sorted({size for size in _DEFAULT_SIZES if size < most} | {most})
 
 
@@ -43,6 +45,7 @@ class _Recorded(NamedTuple):
     function: Callable[[], Any]
     result: Any
     forwards: list[int]  # of each model runner in one replay
+    collectives: list[tuple]  # in one replay
 
 
 class CudaGraphRunner:
@@ -50,9 +53,11 @@ class CudaGraphRunner:
 
     def __init__(self, server_args: ServerArgs, model_runners: list[ModelRunner]):
         self.model_runners = model_runners
+        self.dp_group = get_dp_group()
         self.sizes = batch_sizes_to_capture(server_args)
         self._on_gpu = server_args.device == "cuda"
         self._graphs: dict[Hashable, _Recorded] = {}
+        self._shared: dict[Hashable, torch.Tensor] = {}
         self._captures: list[Callable[[int], None]] = []
         self._captured: set[int] = set()
         self.is_capturing = False
@@ -66,12 +71,19 @@ class CudaGraphRunner:
     def capture_all(self) -> None:
         """The largest size first: the smaller ones fit into its memory."""
         if self._on_gpu:
-            for size in tqdm(self.sizes[::-1], desc="capturing CUDA graphs", disable=None):
+            is_silent = True if self.dp_group and self.dp_group.rank > 0 else None  # None: unless a terminal
+            for size in tqdm(self.sizes[::-1], desc="capturing CUDA graphs", disable=is_silent):
                 self._capture_size(size)
 
-    def padded_size(self, bs: int) -> int | None:
-        """The size that a batch of `bs` requests is padded to; None: run it eagerly."""
-        index = bisect.bisect_left(self.sizes, bs)
+    def padded_size(self, bs: int, step: GlobalStep) -> int | None:
+        """The size that a batch of `bs` requests is padded to; None: run it eagerly.
+
+        Under DP attention that is for all ranks the same, since graphs hold collectives. It follows from the
+        largest batch of any rank, and from nothing that only one of them knows.
+        """
+        if step.extends:
+            return None
+        index = bisect.bisect_left(self.sizes, max(bs, step.max_decode_bs))
         if index == len(self.sizes):
             return None
         self._capture_size(self.sizes[index])
@@ -80,17 +92,18 @@ class CudaGraphRunner:
     def _capture_size(self, size: int) -> None:
         if size not in self._captured:
             self._captured.add(size)
-            self.is_capturing = True
             for capture_size in self._captures:
                 capture_size(size)
-            self.is_capturing = False
 
     @torch.inference_mode()
     def capture(self, key: Hashable, function: Callable[[], Any]) -> Any:
         """Record `function` and return what it returned; replays write to the same tensors."""
+        self.is_capturing = True
         before = [runner.forward_ct for runner in self.model_runners]
+        entered = self.dp_group.count if self.dp_group else 0
         result = function()  # compiles kernels and makes what lives longer than a call
         forwards = [runner.forward_ct - n for runner, n in zip(self.model_runners, before, strict=True)]
+        collectives = self.dp_group.since(entered) if self.dp_group else []
         graph = None
         if self._on_gpu:
             torch.cuda.synchronize()
@@ -101,8 +114,20 @@ class CudaGraphRunner:
                 graph.capture_end()
         for runner, n in zip(self.model_runners, before, strict=True):
             runner.forward_ct = n
-        self._graphs[key] = _Recorded(graph, function, result, forwards)
+        self._graphs[key] = _Recorded(graph, function, result, forwards, collectives)
+        self.is_capturing = False
         return result
+
+    def shared(self, name: str, size: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a graph's large result in memory that the graphs of all sizes share.
+
+        `tensor` has some rows for each of `size` requests. Whoever reads the copy does so before the next
+        replay; a result that is not shared lives as long as its graph does, in every size anew.
+        """
+        rows = len(tensor) // size
+        if name not in self._shared:
+            self._shared[name] = tensor.new_empty(self.sizes[-1] * rows, *tensor.shape[1:])
+        return self._shared[name][: len(tensor)].copy_(tensor)
 
     def replay(self, key: Hashable) -> Any:
         recorded = self._graphs[key]
@@ -110,6 +135,8 @@ class CudaGraphRunner:
             for old, new in zip(_tensors(recorded.result), _tensors(recorded.function()), strict=True):
                 old.copy_(new)
         else:
+            if recorded.collectives:
+                self.dp_group.record(recorded.collectives)
             recorded.graph.replay()
             for runner, n in zip(self.model_runners, recorded.forwards, strict=True):
                 runner.forward_ct += n

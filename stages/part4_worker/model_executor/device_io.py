@@ -125,5 +125,9 @@ class PackedBuffer:
             if len(array) < len(place):
                 place[len(array) :] = 0
 
+    def no_rows(self) -> list[np.ndarray]:
+        """Arrays for `fill` that leave nothing but padding."""
+        return [place[:0] for place in self.host]
+
     def send(self) -> None:
         self._target.copy_(self._source, non_blocking=True)

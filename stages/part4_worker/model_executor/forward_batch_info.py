@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class ForwardMode(IntEnum):
     EXTEND = auto()  # new tokens behind a prefix that may be cached: prefill, and each chunk of it
     DECODE = auto()  # one token per request; the draft model's tree growth, `topk` per request
-    IDLE = auto()  # a batch without requests
+    IDLE = auto()  # a batch without requests: DP attention's other ranks have some
     TARGET_VERIFY = auto()  # a tree of draft tokens per request, under a tree mask
     DRAFT_EXTEND = auto()  # the draft model over the tokens a verification accepted
 
@@ -33,6 +33,9 @@ class ForwardMode(IntEnum):
 
     def is_decode(self) -> bool:
         return self == ForwardMode.DECODE
+
+    def is_idle(self) -> bool:
+        return self == ForwardMode.IDLE
 
 
 class CaptureHiddenMode(Enum):
@@ -81,6 +84,8 @@ class ForwardBatch:
     hidden_states: torch.Tensor | None = None  # what the forward captured, once it has run
     output_positions: torch.Tensor | None = None  # [bs] index of the output token that is sampled from this
     known_next_tokens: torch.Tensor | None = None  # [bs] that token where it need not be sampled, else −1
+    # Rows that every rank of DP attention brings to this forward's gathers; None: as many as this one.
+    dp_rows: int | None = None
 
     @classmethod
     def init_new(cls, batch: ModelWorkerBatch, model_runner: ModelRunner) -> ForwardBatch:
@@ -130,6 +135,30 @@ class ForwardBatch:
             input_logprobs=None
             if logprob is None
             else LogprobRequest(extra_tensors[0], extra_tensors[1], logprob.top_num, extra_tensors[2]),
+            dp_rows=batch.global_step.target_rows,
+        )
+
+    @classmethod
+    def idle(cls, model_runner: ModelRunner, dp_rows: int, spec_info: Any = None) -> ForwardBatch:
+        """A forward of other ranks, taken part in with one row that is nobody's and that nobody reads.
+
+        Like the rows that pad a batch it has length 0, and writes its KV to the padding slot.
+        """
+        zero = torch.zeros(1, dtype=torch.int64, device=model_runner.device)
+        return cls(
+            forward_mode=ForwardMode.IDLE,
+            input_ids=zero,
+            positions=zero,
+            req_pool_indices=zero,
+            prefix_lens=zero,
+            seq_lens=zero,
+            out_cache_loc=zero,
+            q_start_loc=torch.arange(2, device=model_runner.device),
+            max_q_len=1,
+            attn_backend=model_runner.attn_backend,
+            topk=1,
+            spec_info=spec_info,
+            dp_rows=dp_rows,
         )
 
     def last_hidden_states(self) -> torch.Tensor:

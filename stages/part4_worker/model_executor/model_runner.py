@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from ..configs.model_config import ModelConfig
 from ..kernels import load_kernels
 from ..layers.attention.base_backend import AttentionBackend
+from ..layers.dp_attention import local_device
 from ..layers.logits_processor import LogitsProcessorOutput
 from ..mem_cache.allocator import TokenToKVPoolAllocator
 from ..mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from ..models.loader import load_model
 from ..server_args import ServerArgs
-from .forward_batch_info import ForwardBatch
+from .cuda_graph_runner import CudaGraphRunner
+from .extend_cuda_graphs import ExtendCudaGraphs
+from .forward_batch_info import CaptureHiddenMode, ForwardBatch
 
 # FlashInfer brings attention alone, so everything else is ours.
 KERNELS_OF_BACKEND = {"torch_native": "native", "triton": "triton", "flashinfer": "triton"}
@@ -24,7 +28,7 @@ class ModelRunner:
     def __init__(self, server_args: ServerArgs, model_config: ModelConfig):
         self.server_args = server_args
         self.model_config = model_config
-        self.device = torch.device(server_args.device)
+        self.device = local_device(server_args.device)
         self.dtype = _resolve_dtype(server_args.dtype, model_config, self.device)
         if server_args.attention_backend == "flashinfer":
             from ..layers.attention.flashinfer_backend import check_flashinfer
@@ -32,6 +36,7 @@ class ModelRunner:
             check_flashinfer(self.dtype, model_config.head_dim)
         self.kernels = load_kernels(KERNELS_OF_BACKEND[server_args.attention_backend])
         self.model = load_model(model_config, self.kernels, self.dtype, self.device)
+        self.extend_graphs: ExtendCudaGraphs | None = None
         self.forward_ct = 0
 
     def kv_bytes_per_token(self) -> int:
@@ -54,11 +59,39 @@ class ModelRunner:
         )
         self.attn_backend = self._make_attn_backend()
 
-    @torch.inference_mode()
+    def init_extend_graphs(
+        self,
+        graphs: CudaGraphRunner,
+        capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+        topk: int = 1,
+        is_draft: bool = False,
+    ) -> None:
+        """Have short prompts replayed, for callers that ask for these captures; see ExtendCudaGraphs."""
+        # FlashInfer plans a prefill for its lengths, and no rank of a group may differ from another.
+        if (
+            graphs.sizes
+            and self.server_args.attention_backend != "flashinfer"
+            and self.server_args.dp_size == 1
+        ):
+            self.extend_graphs = ExtendCudaGraphs(self, graphs, capture_hidden_mode, topk, is_draft)
+
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+        if self.extend_graphs is not None and forward_batch.forward_mode.is_extend():
+            output = self.extend_graphs.run(forward_batch)
+            if output is not None:
+                return output
+        return self.forward_eagerly(forward_batch)
+
+    @torch.inference_mode()
+    def forward_eagerly(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         self.forward_ct += 1
-        self.attn_backend.init_forward_metadata(forward_batch)
+        if not forward_batch.forward_mode.is_idle():
+            self.attn_backend.init_forward_metadata(forward_batch)
         return self.model(forward_batch.input_ids, forward_batch.positions, forward_batch)
+
+    def forward_idle(self, dp_rows: int, spec_info: Any = None) -> None:
+        """Take part in a forward of the other ranks of DP attention, which bring `dp_rows` rows each."""
+        self.forward_eagerly(ForwardBatch.idle(self, dp_rows, spec_info))
 
     def _make_attn_backend(self) -> AttentionBackend:
         if self.server_args.attention_backend == "triton":

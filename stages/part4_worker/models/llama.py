@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..configs.model_config import ModelConfig
+from ..layers.dp_attention import shard_size
 from ..layers.layernorm import RMSNorm
-from ..layers.linear import GateUpLinear, MergedLinear, QKVLinear
+from ..layers.linear import GateUpLinear, MergedLinear, QKVLinear, RowParallelLinear
 from ..layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from ..layers.radix_attention import RadixAttention
 from ..layers.rotary_embedding import RotaryEmbedding
@@ -20,12 +21,12 @@ from ..model_executor.forward_batch_info import ForwardBatch
 class LlamaMLP(nn.Module):
     def __init__(self, config: ModelConfig, kernels: Any):
         super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden, inner, bias = config.hidden_size, shard_size(config.intermediate_size), config.mlp_bias
         self.gate_up_proj = GateUpLinear(hidden, {"gate_proj": inner, "up_proj": inner}, bias, kernels)
-        self.down_proj = MergedLinear(inner, {"down_proj": hidden}, bias, kernels)
+        self.down_proj = RowParallelLinear(inner, {"down_proj": hidden}, bias, kernels)
 
-    def forward(self, hidden_states: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj(hidden_states, norm), residual=hidden_states)
+    def forward(self, hidden_states: torch.Tensor, norm: RMSNorm, dp_rows: int | None) -> torch.Tensor:
+        return self.down_proj(self.gate_up_proj(hidden_states, norm, dp_rows), residual=hidden_states)
 
 
 class LlamaAttention(nn.Module):
@@ -67,7 +68,7 @@ class LlamaDecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """hidden_states [rows, hidden] is the residual stream, in and out."""
         hidden_states = self.self_attn(positions, hidden_states, forward_batch, self.input_layernorm)
-        return self.mlp(hidden_states, self.post_attention_layernorm)
+        return self.mlp(hidden_states, self.post_attention_layernorm, forward_batch.dp_rows)
 
     def checkpoint_views(self, prefix: str) -> dict[str, torch.Tensor]:
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..configs.model_config import ModelConfig, open_weights
+from ..layers.dp_attention import get_dp_group
 from .llama import LlamaForCausalLM
 from .llama_eagle import LlamaForCausalLMEagle
 
@@ -73,10 +74,16 @@ def _check_borrowed(config: ModelConfig, name: str, shape: list[int], file: Path
 
 
 def _copy(target: torch.Tensor, tensor: torch.Tensor, name: str, file: Path) -> None:
-    if target.shape != tensor.shape:
+    wanted, dim, group = list(target.shape), getattr(target, "shard_dim", None), get_dp_group()
+    is_shard = group is not None and dim is not None and dim < len(wanted)  # a bias has no inputs
+    if is_shard:
+        wanted[dim] *= group.size
+    if list(tensor.shape) != wanted:
         raise ValueError(
-            f"{file}: {name} is {list(tensor.shape)}, config.json asks for {list(target.shape)}: "
+            f"{file}: {name} is {list(tensor.shape)}, config.json asks for {wanted}: "
             "the weights and the config belong to different models"
         )
+    if is_shard:
+        tensor = tensor.chunk(group.size, dim)[group.rank]
     with torch.no_grad():
         target.copy_(tensor)

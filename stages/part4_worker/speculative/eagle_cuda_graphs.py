@@ -8,6 +8,7 @@ the next round's draft what the draft extend wrote. Only after rows came or went
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..layers.logits_processor import LogitsProcessorOutput
 from ..managers.schedule_batch import ScheduleBatch
 from ..model_executor.cuda_graph_runner import CudaGraphRunner
 from ..model_executor.device_io import PackedBuffer, Readback
@@ -48,13 +50,15 @@ class EagleCudaGraphs:
 
     def _capture(self, size: int) -> None:
         worker, n = self.worker, self.worker.speculative_num_draft_tokens
+        running = copy.deepcopy(self.draft_input)  # on a CPU a size is prepared while requests run
         shapes = [(size,)] * 3 + [(size, worker.draft_slots_per_req()), (size, n)]
         buffer = self.inputs[size] = PackedBuffer(worker.device, shapes)
         step = EagleStep(*buffer.device)
         verify_input = self.graphs.capture(("draft", size), partial(self._draft, buffer, step))
-        self.graphs.capture(("verify_logits", size), partial(worker.target_forward, verify_input, None))
+        self.graphs.capture(("verify_logits", size), partial(self._verify_logits, size, verify_input))
         output = self.graphs.capture(("verify", size), partial(self._verify, verify_input, Readback()))
         self.graphs.capture(("draft_extend", size), partial(self._draft_extend, step, output))
+        self.draft_input.copy_(running)
 
     # ---- what is recorded ----
 
@@ -65,6 +69,11 @@ class EagleCudaGraphs:
     def _verify(self, verify_input: EagleVerifyInput, readback: Readback) -> EagleVerifyOutput:
         logits_output = self.worker.target_forward(verify_input, topk=1)
         return self.worker.accept(verify_input, logits_output, None, readback)
+
+    def _verify_logits(self, size: int, verify_input: EagleVerifyInput) -> LogitsProcessorOutput:
+        output = self.worker.target_forward(verify_input, topk=None)
+        output.next_token_logits = self.graphs.shared("next_token_logits", size, output.next_token_logits)
+        return output
 
     def _draft_extend(self, step: EagleStep, output: EagleVerifyOutput) -> None:
         self.draft_input.copy_(self.worker.draft_extend_forward(step, output))
@@ -109,6 +118,13 @@ class EagleCudaGraphs:
         self._plan(self.draft_runner, ForwardMode.DRAFT_EXTEND, size, self.worker.max_path + 1)
         self.graphs.replay(("draft_extend", size))
         return dataclasses.replace(self._rows(self.draft_input, bs))  # the batch will filter its own
+
+    def idle(self, size: int) -> None:
+        """A round of padding rows, for the collectives that the other ranks' graphs hold."""
+        self.draft(size, tuple(self.inputs[size].no_rows()), self.draft_input)
+        output = self.verify(size)
+        self.draft_extend(size, 0)
+        output.result.read()  # waiting keeps the pinned inputs until they are sent
 
     def _plan_verify(self, size: int) -> None:
         n = self.worker.speculative_num_draft_tokens

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..layers.dp_attention import GlobalStep
 from ..layers.logits_processor import LogitsProcessorOutput
 from ..layers.sampler import target_probs
 from ..sampling.sampling_batch_info import SamplingBatchInfo
@@ -62,6 +63,7 @@ class EagleStep:
     draft_slots: torch.Tensor  # [bs, topk · (steps − 1)] scratch: free again before verification allocates
     verify_slots: torch.Tensor  # [bs, n]
     seq_lens_cpu: np.ndarray | None = None  # [bs] S on the host; None in what a graph records
+    global_step: GlobalStep = GlobalStep()  # what the ranks of DP attention agreed on; nothing in a graph
 
     def planned(self, entries: int) -> np.ndarray | None:
         """ForwardBatch.seq_lens_cpu where every request gets `entries` more than S."""
@@ -141,8 +143,9 @@ class EagleVerifyInput:
 
     def rows(self, bs: int) -> EagleVerifyInput:
         """Views of the first `bs` requests."""
-        fields = (getattr(self.step, f.name) for f in dataclasses.fields(EagleStep))
-        step = EagleStep(*(t if t is None else t[:bs] for t in fields))
+        has_rows = (torch.Tensor, np.ndarray)
+        fields = {name: t[:bs] for name, t in vars(self.step).items() if isinstance(t, has_rows)}
+        step = dataclasses.replace(self.step, **fields)
         n = self.draft_token.shape[1]
         per_request = (self.retrieve_index, self.retrieve_next_token, self.retrieve_next_sibling)
         return EagleVerifyInput(

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from ..configs.model_config import ModelConfig
+from ..layers.dp_attention import GlobalStep
 from ..layers.logits_processor import LogitsProcessorOutput
 from ..layers.logprobs import LogprobRows, gather_logprobs
 from ..managers.schedule_batch import ScheduleBatch
@@ -72,6 +73,10 @@ class EAGLEWorker(TpModelWorker):
         """The most slots a request takes in a step: drafting gives back its own before verifying takes."""
         return max(self.draft_slots_per_req(), self.speculative_num_draft_tokens)
 
+    def rows_per_req(self) -> tuple[int, int, int]:
+        """Rows of a decoding request in a forward of the draft loop, in verification, in the draft extend."""
+        return self.topk, self.speculative_num_draft_tokens, self.max_path + 1
+
     def draft_slots_per_req(self) -> int:
         # The first level needs no forward: its tokens come out of the draft extend before it.
         return self.topk * (self.speculative_num_steps - 1)
@@ -81,6 +86,7 @@ class EAGLEWorker(TpModelWorker):
     def forward_batch_speculative_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run one step. A decode step leaves `batch` as if each request had decoded its accepted tokens."""
         if batch.forward_mode.is_extend():
+            self._idle_while_others_draft(batch.global_step)
             forward_batch, result = self.forward_target_extend(batch)
             self.forward_draft_extend(batch, forward_batch, result.next_token_ids[:, 0])
             return result
@@ -93,6 +99,30 @@ class EAGLEWorker(TpModelWorker):
         """Record a round of each size: draft, verify, draft extend."""
         self.graphs = graphs
         self.round_graphs = EagleCudaGraphs(self, graphs)
+        self.target_worker.model_runner.init_extend_graphs(graphs, CaptureHiddenMode.FULL)
+        self.draft_model_runner.init_extend_graphs(graphs, CaptureHiddenMode.LAST, self.topk, is_draft=True)
+
+    # ---- beside other ranks of DP attention ----
+
+    def forward_idle(self, step: GlobalStep) -> None:
+        """A step without requests, so that the gathers of the ranks that have some are whole."""
+        size = self.graphs.padded_size(0, step)
+        if size is not None:
+            self.round_graphs.idle(size)
+            return
+        self._idle_while_others_draft(step)
+        self.target_worker.model_runner.forward_idle(step.target_rows)
+        self._forward_idle_draft(step.draft_extend_rows)
+
+    def _idle_while_others_draft(self, step: GlobalStep) -> None:
+        if step.draft_rows:
+            for _ in range(self.speculative_num_steps - 1):
+                self._forward_idle_draft(step.draft_rows)
+
+    def _forward_idle_draft(self, dp_rows: int) -> None:
+        runner = self.draft_model_runner
+        hidden = torch.zeros(1, self.model_config.hidden_size, dtype=runner.dtype, device=self.device)
+        runner.forward_idle(dp_rows, EagleDraftInput(hidden))
 
     # ---- prefill ----
 
@@ -116,6 +146,7 @@ class EAGLEWorker(TpModelWorker):
             capture_hidden_mode=CaptureHiddenMode.LAST,
             topk=self.topk,
             input_logprobs=None,
+            dp_rows=batch.global_step.draft_extend_rows,
         )
         batch.spec_info = self.capture_for_decode(
             self.draft_model_runner.forward(draft_batch), next_token_ids
@@ -132,10 +163,10 @@ class EAGLEWorker(TpModelWorker):
     def draft(self, batch: ScheduleBatch) -> EagleVerifyInput:
         """Grow a tree of drafts behind every request's last token and choose the nodes to verify."""
         arrays = self._allocate(batch)
-        size = self.graphs.padded_size(batch.batch_size())
+        size = self.graphs.padded_size(batch.batch_size(), batch.global_step)
         if size is not None:
             return self.round_graphs.draft(size, arrays, batch.spec_info)
-        step = EagleStep(*upload(self.device, *arrays), batch.seq_lens)
+        step = EagleStep(*upload(self.device, *arrays), batch.seq_lens, batch.global_step)
         return self.draft_forward(step, batch.spec_info)
 
     def _allocate(self, batch: ScheduleBatch) -> tuple[np.ndarray, ...]:
@@ -224,6 +255,7 @@ class EAGLEWorker(TpModelWorker):
             capture_hidden_mode=CaptureHiddenMode.FULL,
             topk=self.topk,
             spec_info=EagleDraftInput(beams.hidden_states.flatten(0, 1)),
+            dp_rows=step.global_step.draft_rows,
         )
 
     def _propose(self, logits_output: LogitsProcessorOutput) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,7 +268,7 @@ class EAGLEWorker(TpModelWorker):
     def verify(self, batch: ScheduleBatch, verify_input: EagleVerifyInput) -> EagleVerifyOutput:
         """One target forward over all nodes, then each request's path, its KV put where it is looked for."""
         greedy = batch.sampling_info.is_plain_greedy and not batch.return_logprob
-        size = self.graphs.padded_size(batch.batch_size())
+        size = self.graphs.padded_size(batch.batch_size(), batch.global_step)
         if size is None:
             return self.verify_forward(verify_input, greedy, batch)
         if greedy and not batch.return_hidden_states:
@@ -269,6 +301,7 @@ class EAGLEWorker(TpModelWorker):
             tree_mask=verify_input.tree_mask,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             topk=topk,
+            dp_rows=step.global_step.target_rows,
         )
         return target.forward(forward_batch)
 
@@ -329,7 +362,7 @@ class EAGLEWorker(TpModelWorker):
         self, batch: ScheduleBatch, verify_input: EagleVerifyInput, output: EagleVerifyOutput
     ) -> None:
         """Rewrite the draft's KV at accepted positions from true hidden states; propose the next tokens."""
-        size = self.graphs.padded_size(batch.batch_size())
+        size = self.graphs.padded_size(batch.batch_size(), batch.global_step)
         if size is not None:
             batch.spec_info = self.round_graphs.draft_extend(size, batch.batch_size())
         else:
@@ -359,6 +392,7 @@ class EAGLEWorker(TpModelWorker):
             capture_hidden_mode=CaptureHiddenMode.LAST,
             topk=self.topk,
             spec_info=EagleDraftInput(output.hidden_states[output.rows.flatten()]),
+            dp_rows=step.global_step.draft_extend_rows,
         )
         verified_id = output.tokens.gather(1, output.accept_length[:, None])[:, 0]
         return self.capture_for_decode(self.draft_model_runner.forward(forward_batch), verified_id)

@@ -1,0 +1,253 @@
+"""What `fledge bench` measures, on tiny models: runs, steady rounds, graphs, floor, Hugging Face."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from tests.contract.probe import Probe
+from tools.bench import bench_plans, measure, steady
+from tools.bench.bench_plans import HF_MODES
+from tools.bench.bench_process import run_job
+from tools.bench.bench_results import load
+from tools.bench.floor import ROWS, engine_dtype, measure_floor, weight_bytes
+from tools.bench.hf import measure_hf
+from tools.bench.measure import timed_run
+from tools.bench.prompt_sets import PromptSet
+from tools.bench.stages_door import resolve_stage
+from tools.bench.steady import Steady
+
+STAGE = resolve_stage("part4_worker")
+WAVES = [[[5, 6, 7], [9, 8, 7, 6]], [[11, 12], [13, 14, 15]]]
+CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_flags) -> dict:
+    return tiny_flags | {"skip_tokenizer_init": True, "max_total_tokens": 2048, "max_running_requests": 8,
+                         "disable_radix_cache": True}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(flags):
+    own = {name: value for name, value in flags.items() if not name.startswith("speculative")}
+    with STAGE.open(**own) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def chain(flags):
+    with STAGE.open(**flags, **CHAIN, speculative_algorithm="EAGLE") as engine:
+        yield engine
+
+
+def test_a_run_counts_what_the_engine_did(plain, chain) -> None:
+    run, results = timed_run(plain, WAVES, 9, ignore_eos=True)
+    info = plain.get_server_info()
+    assert (run.requests, run.tokens, run.rounds) == (4, 36, 0)
+    assert (run.steps, info["forward_ct_prefill"]) == (
+        info["forward_ct_decode"],
+        2,
+    )  # a prefill for each wave
+    assert 0 < run.prefill_seconds < run.seconds and run.tokens_per_round == 1.0
+    assert run.step_seconds == pytest.approx((run.seconds - run.prefill_seconds) / 16)
+    drafted, others = timed_run(chain, WAVES, 9, ignore_eos=True)
+    assert [r["output_ids"] for r in others] == [r["output_ids"] for r in results]
+    rounds = sum(result["meta_info"]["spec_verify_ct"] for result in others)
+    assert drafted.rounds == rounds and drafted.tokens_per_round == pytest.approx((36 - 4) / rounds)
+    assert drafted.steps == chain.get_server_info()["forward_ct_decode"] < 16
+    assert not any(result["meta_info"]["cached_tokens"] for result in results + others)
+
+
+def test_steady_rounds_leave_the_engine_as_it_was(plain, chain) -> None:
+    for engine, parts in ((plain, {"target"}), (chain, {"target", "draft"})):
+        expected, _ = timed_run(engine, WAVES[:1], 20, ignore_eos=True)
+        found = steady.steady(engine, WAVES[0], 20)
+        Probe(engine).check_idle()
+        assert set(found.phases) == parts and found.batch == 2
+        assert 0 < len(found.rounds) < expected.steps and len(found.device) == 1
+        if engine is plain:
+            # 19 steps without the last two, which are too near the end; of 17 the first four are left out.
+            assert len(found.rounds) == 13
+        assert found.device[0] == pytest.approx(sum(samples[0] for samples in found.phases.values()))
+        assert 4 + 1 < found.context <= 4 + 20
+        assert timed_run(engine, WAVES[:1], 20, ignore_eos=True)[0].tokens == expected.tokens
+
+
+def test_host_time_is_what_a_round_takes_beyond_the_device() -> None:
+    assert Steady(1, 9, [0.4, 0.2, 0.3], {}, [0.1, 0.2]).host == pytest.approx(0.15)
+    assert Steady(1, 9, [0.4], {}, []).host is None  # no graph was replayed: nobody knows
+
+
+def test_graphs_are_found_where_they_are_replayed_and_timed_alone(chain, monkeypatch) -> None:
+    clock, replayed = [0.0], []
+
+    class Graph:
+        def __init__(self, name: str, milliseconds: float):
+            self.name, self.milliseconds = name, milliseconds
+
+        def replay(self) -> None:
+            replayed.append(self.name)
+            clock[0] += self.milliseconds
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self, stream) -> None:
+            assert stream == "a stream"
+            self.time = clock[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end) -> float:
+            return end.time - self.time
+
+    for name, value in {
+        "CUDAGraph": Graph, "Event": Event, "synchronize": lambda: None, "current_stream": lambda: "a stream",
+        "stream": lambda stream: nullcontext(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    original, worker = Graph.replay, chain.scheduler.draft_worker
+    graphs = {"draft": Graph("d", 2.0), "verify": Graph("v", 5.0)}
+    for name, graph in graphs.items():
+        method = getattr(worker, name)
+        monkeypatch.setattr(
+            worker, name, lambda *args, method=method, graph=graph: (graph.replay(), method(*args))[1]
+        )
+    with steady._replays(chain) as parts:
+        chain.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 2, "temperature": 0})
+        assert replayed == ["d", "v"]
+        alone, together = parts()
+    assert {phase: samples for phase, samples in alone} == {
+        "draft": pytest.approx([0.002] * 5), "verify": pytest.approx([0.005] * 5),
+    }  # fmt: skip
+    assert together == pytest.approx([0.007] * 5)
+    assert Graph.replay is original and worker.draft.__name__ == "<lambda>"  # all wrappers are gone
+
+
+def test_wrapping_twice_and_unwrapping() -> None:
+    class Owner:
+        def work(self) -> str:
+            return "a"
+
+    owner = Owner()
+    spots = {"phase": [(owner, "work"), (owner, "no such method")]}
+    with measure.wrap(spots, lambda phase, method: method() + "b"):
+        with measure.wrap(spots, lambda phase, method: method() + "c"):
+            assert owner.work() == "abc"
+        assert owner.work() == "ab"
+    assert vars(owner) == {} and owner.work() == "a"
+
+
+def test_a_process_says_every_number_as_a_line(tiny_flags) -> None:
+    said: list[dict] = []
+    sets = [
+        asdict(PromptSet("questions", ["ab cd", "foo"], 12, True)),
+        asdict(PromptSet("held-out", ["the ab", "xyz 12"], 9, False)),
+    ]
+    settings = {"new_tokens": None, "repeat": 3, "seconds": 60.0, "raw": True, "steady": True}
+    flags = tiny_flags | CHAIN | {"speculative_algorithm": "EAGLE"}
+    entry = {"name": "chain 3/1/4", "kind": "engine", "batches": [1, 4], "flags": flags}
+    job = {"stage": str(STAGE.path), "sets": sets, **settings, "configurations": [entry]}
+    run_job(job, lambda event, **more: said.append(json.loads(json.dumps({"event": event, **more}))))
+    assert [(e["event"], e.get("set"), e.get("batch")) for e in said if e["event"] != "progress"] == [
+        ("begin", None, None), ("cell", "questions", 1), ("steady", None, 1), ("cell", "questions", 4),
+        ("steady", None, 4), ("cell", "held-out", 1), ("cell", "held-out", 4), ("end", None, None),
+    ]  # fmt: skip
+    cells = [event for event in said if event["event"] == "cell"]
+    assert [cell["requests"] for cell in cells] == [[2] * 3, [4] * 3] * 2
+    assert cells[0]["tokens"] == [24] * 3 and cells[1]["tokens"] == [48] * 3
+    assert len(set(cells[0]["rounds"])) == 1 and said[-1]["error"] is None
+    assert said[1]["server"]["attention_backend"] == "torch_native"
+
+
+def test_a_cell_stops_when_its_time_is_over(plain, monkeypatch) -> None:
+    from tools.bench import bench_process
+
+    job = {"repeat": 9, "seconds": 0.0}
+    assert len(bench_process._runs(job, plain, WAVES, 4, True)) == 1
+    calls: list[tuple] = []
+    real = bench_process.timed_run
+    monkeypatch.setattr(
+        bench_process, "timed_run", lambda engine, waves, *more: calls.append((len(waves), more[0])) or real(
+            engine, waves, *more)
+    )  # fmt: skip
+    assert len(bench_process._runs(job | {"repeat": 2, "seconds": 60.0}, plain, WAVES, 9, True)) == 2
+    assert calls == [(2, 4), (1, 9), (2, 9), (2, 9)]  # every prompt, one group in full, and the runs
+
+
+def test_weights_that_a_forward_reads(zoo) -> None:
+    from tests.contract.models import BASE, TIED
+
+    layer = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 96 + 2 * 64
+    found = weight_bytes(zoo.target(), zoo.head(), 2)
+    assert found["lm_head"] == 2 * BASE.vocab * 64
+    assert found["target"] == 2 * (2 * layer + 64) + found["lm_head"]  # embeddings are looked up, not read
+    assert found["draft"] == 2 * (layer - 64 + 64 * 128 + 64) + found["lm_head"]
+    assert weight_bytes(zoo.target(TIED), None, 4) == {
+        "target": 4 * (2 * layer + 64 + TIED.vocab * 64), "lm_head": 4 * TIED.vocab * 64,
+    }  # fmt: skip
+
+
+def test_the_floor_of_this_machine(zoo, monkeypatch) -> None:
+    from tools.bench import floor
+
+    monkeypatch.setattr(floor, "SECONDS", 1e-4)
+    found = measure_floor(str(zoo.target()), str(zoo.head()), "cpu", "auto")
+    assert set(found) == {"weight_bytes", "copy_bytes_per_second", "layer_matmuls", "lm_head", "tiny_kernel"}
+    assert set(found["layer_matmuls"]) == set(ROWS) and all(len(s) == 5 for s in found["lm_head"].values())
+    assert min(found["copy_bytes_per_second"]) > 1e8
+    assert engine_dtype({"torch_dtype": "bfloat16"}, "cuda", "auto") is torch.bfloat16
+    assert engine_dtype({"torch_dtype": "bfloat16"}, "cpu", "auto") is torch.float32
+    assert engine_dtype({}, "cpu", "float16") is torch.float16
+
+
+@pytest.mark.parametrize("mode", HF_MODES)
+def test_hugging_face_answers_every_question_to_its_length(zoo, mode, recwarn) -> None:
+    found = measure_hf(str(zoo.target()), mode, ["ab cd", "foo"], True, 7, "cpu", "auto")
+    assert (found["tokens"], found["requests"], found["batch"]) == (14, 2, 1) and found["seconds"] > 0
+
+
+def test_the_command_measures_with_a_process_of_its_own(fledge, tiny_options, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(bench_plans, "there_and_back", list)  # one process is slow enough for a test
+    path = tmp_path / "r.json"
+    words = ["bench", "part4_worker", "--config", "plain", "--batch", 8, "--set", "questions", "--repeat", 1]
+    done = fledge(*words, "--max-new-tokens", 8, "--out", path, *tiny_options)
+    assert done.exit_code == 0, done.output
+    data = load(path)
+    (process,) = data["processes"]
+    assert (process["configuration"], process["turn"], len(process["cells"])) == ("plain", 1, 1)
+    assert {"commit", "dirty", "device", "versions", "command", "how", "prompt_sets"} <= set(data)
+    assert "\nplain: loading\nplain: questions, batch 8\n" in f"\n{done.stderr}"
+    (row,) = data["summary"]
+    assert row["batch"] == 8 and row["host_seconds"] is not None
+    assert f"plain {8:>14} " in done.stdout and "x\nfloor" not in done.stdout
+    # Nothing is left to do, so the same command only shows what is there.
+    before = path.read_bytes()
+    again = fledge(*words, "--max-new-tokens", 8, "--out", path, *tiny_options)
+    assert (again.exit_code, again.stderr, path.read_bytes()) == (0, "", before)
+    assert again.stdout == done.stdout
+
+
+@pytest.mark.gpu
+def test_the_floor_of_this_gpu(zoo) -> None:
+    found = measure_floor(str(zoo.target()), str(zoo.head()), "cuda", "bfloat16")
+    assert {"graph_launch_host", "read_8_integers"} <= set(found)
+    assert min(found["copy_bytes_per_second"]) > 1e10
+
+
+@pytest.mark.gpu
+def test_steady_rounds_on_a_gpu_know_the_host_where_graphs_are_on(flags) -> None:
+    own = {name: value for name, value in flags.items() if name != "device"}
+    with STAGE.open(**own, **CHAIN, speculative_algorithm="EAGLE", device="cuda") as engine:
+        found = steady.steady(engine, WAVES[0], 40)
+        Probe(engine).check_idle()
+        if engine.get_server_info()["is_on"]["cuda_graph"]:
+            assert {"draft", "verify", "draft extend"} <= set(found.phases)
+            assert 0 < found.host < max(found.rounds)
+        else:
+            assert found.host is None

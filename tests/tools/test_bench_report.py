@@ -1,0 +1,233 @@
+"""The tables of `fledge bench`: the README's are those of the committed files, and what each cell means."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tools import json_files
+from tools.bench import bench_report
+from tools.bench.bench_report import DOCUMENTS, FOLDER, REACHED, render, rendered, table_of
+from tools.bench.bench_results import load
+from tools.provenance import REPO
+
+GOALS = json.loads((FOLDER / "goals.json").read_text(encoding="utf-8"))
+FLOOR = {
+    "weight_bytes": {"target": 4_000_000, "draft": 1_000_000, "lm_head": 1},
+    "copy_bytes_per_second": [2e9],
+}
+
+
+def cell(batch: int, speed: float, per_round: float = 1.0, prompts: str = "questions") -> dict:
+    """Three runs of 1,608 tokens from 8 requests, the middle one at `speed` tokens/s."""
+    seconds = 1608 / speed
+    rounds = round(1600 / per_round) if per_round > 1 else 0
+    columns = {
+        "requests": 8,
+        "tokens": 1608,
+        "steps": 1000,
+        "rounds": rounds,
+        "prefill_seconds": 0.1 * seconds,
+    }
+    return {"set": prompts, "batch": batch, "seconds": [seconds, 0.8 * seconds, 2 * seconds]} | {
+        name: [value] * 3 for name, value in columns.items()
+    }
+
+
+def steady(rounds: float, **phases: float) -> dict:
+    parts = {name.replace("_", " "): [seconds] for name, seconds in phases.items()}
+    device = [sum(phases.values())]
+    return {"batch": 1, "context": 99, "rounds": [rounds], "phases": parts, "device": device}
+
+
+def process(name: str, cells: list[dict], *rounds: dict, kind: str = "engine", result=None) -> dict:
+    about = {"kind": kind, "configuration": name, "turn": 1, "commit": "c0ffee" + "0" * 34, "dirty": False}
+    return about | {"cells": cells, "steady": list(rounds), "result": result, "error": None}
+
+
+def measured(folder, *processes: dict, device: str = "NVIDIA H200", backend: str = "triton") -> None:
+    data = {"format": "fledge-bench", "version": 1, "device": device, "driver": "580.1",
+            "versions": {"torch": "2.11.0", "triton": "3.6.0"}, "processes": list(processes)}  # fmt: skip
+    json_files.write(folder / f"part4_worker-{backend}.json", data)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "goals.json").write_text(json.dumps(GOALS))
+    return tmp_path
+
+
+def table(folder, name: str = "speed") -> list[list[str]]:
+    text = rendered(f"<!-- bench {name} -->\nold\n<!-- /bench -->\n", folder, folder)
+    assert text.startswith(f"<!-- bench {name} -->\n") and text.endswith("\n<!-- /bench -->\n")
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[word.strip() for word in line.strip("|").split(" | ")] for line in lines]
+
+
+def row(folder, what: str) -> list[str]:
+    (found,) = [line for line in table(folder) if line[0].startswith(what)]
+    return found
+
+
+# the committed files
+
+
+def test_the_tables_of_the_documents_are_those_of_the_files() -> None:
+    assert render(check=True) == [], "run: fledge bench --render"
+
+
+def test_every_table_is_marked_where_it_belongs() -> None:
+    names = [
+        found["name"]
+        for name in DOCUMENTS
+        for found in bench_report.BLOCK.finditer((REPO / name).read_text())
+    ]
+    assert names == [
+        "speed", "triton questions", "flashinfer questions", "triton held-out", "flashinfer held-out",
+    ]  # fmt: skip
+
+
+def test_committed_results_say_where_they_come_from() -> None:
+    for path in FOLDER.glob("*.json"):
+        if path.name == "goals.json":
+            continue
+        data = load(path)
+        assert {"device", "versions", "flags", "prompt_sets", "how", "command", "sources_sha256"} <= set(data)
+        assert data["processes"] and data["summary"] and "/tmp" not in path.read_text(encoding="utf-8")
+        for entry in data["processes"]:
+            assert len(entry["commit"]) == 40 and entry["dirty"] is False, f"{path}: not a clean commit"
+
+
+def test_the_bars_are_those_that_were_asked_for() -> None:
+    bars = {row["id"]: (row["must"], row["goal"], row.get("per_round")) for row in GOALS["rows"]}
+    assert bars == {
+        "plain_step": (0.6, 0.4, None), "verify_step": (0.75, 0.45, None), "draft_forward": (70, 40, None),
+        "host_round": (100, 60, None), "plain_1": (1400, 2150, None), "plain_64": (65000, 100000, None),
+        "eagle_1": (2200, 4500, 2.75), "eagle_over_plain_1": (1.5, 2.0, 2.75),
+        "eagle_64": (80000, 150000, None),
+        "never_slower": (1, 1, None),
+    }  # fmt: skip
+    assert set(bars) == set(REACHED)
+
+
+# fabricated ones
+
+
+def test_nothing_is_claimed_before_it_is_measured(folder) -> None:
+    assert all(line[3:] == ["not measured yet", ""] for line in table(folder)[2:])
+    text = rendered("<!-- bench flashinfer questions -->\n<!-- /bench -->", folder, folder)
+    assert "not measured yet: `fledge bench part4_worker --attention-backend flashinfer`" in text
+    measured(folder, process("plain", [cell(1, 3000.0)]), device="NVIDIA A100")  # not the bars' machine
+    assert row(folder, "plain, batch 1")[3] == "not measured yet"
+
+
+def test_what_was_reached_against_its_bars(folder) -> None:
+    measured(
+        folder,
+        process("plain", [cell(1, 2000.0), cell(64, 60000.0)], steady(0.0006, forward=0.00039)),
+        process("chain 3/1/4", [cell(1, 3900.0, 2.0)], steady(0.7, draft=0.00013, verify=0.5)),
+        process(
+            "tree 3/4/8",
+            [cell(1, 4000.0, 2.5)],
+            steady(0.00085, draft=0.0002, verify=0.00046, draft_extend=0.0001),
+        ),
+        process("chain 1/1/2", [cell(64, 59000.0, 1.6)]),
+    )  # fmt: skip
+    source = "[part4_worker-triton.json](part4_worker-triton.json)"
+    name, *bars, reached, link = row(folder, "plain decode step")
+    assert bars == ["≤ 0.60 ms", "≤ 0.40 ms"] and link == source
+    assert reached == "0.39 ms (plain): goal met"
+    assert row(folder, "verify step")[3] == "0.46 ms (tree 3/4/8): must met"
+    assert row(folder, "one draft")[3] == "65 µs (chain 3/1/4): must met"  # two forwards make three levels
+    assert row(folder, "host time")[3] == "90 µs (tree 3/4/8): must met"  # of the fastest shape at batch 1
+    assert row(folder, "plain, batch 1")[3] == "2,000 tok/s: must met"
+    assert row(folder, "plain, batch 64")[3] == "60,000 tok/s: misses must"
+    # At 2.5 tokens per round the bars are 2.5 / 2.75 as high.
+    assert row(folder, "EAGLE, batch 1")[1:4] == [
+        "≥ 2,200 tok/s at 2.75 tokens/round, here 2,000 tok/s",
+        "≥ 4,500 tok/s at 2.75 tokens/round, here 4,091 tok/s",
+        "4,000 tok/s (tree 3/4/8, 2.50 tokens/round): must met",
+    ]
+    assert row(folder, "EAGLE over plain")[3] == "2.00× (tree 3/4/8, 2.50 tokens/round): goal met"
+    assert row(folder, "EAGLE, batch 64")[3].startswith(
+        "59,000 tok/s (chain 1/1/2, 1.60 tokens/round): misses"
+    )
+    assert row(folder, "EAGLE never slower")[3] == "0.98× (chain 1/1/2, questions, batch 64): misses must"
+
+
+def test_the_table_of_a_prompt_set(folder) -> None:
+    measured(
+        folder,
+        process("floor", [], kind="floor", result=FLOOR),
+        process("plain", [cell(1, 402.0), cell(8, 3216.0), cell(8, 999.0, prompts="held-out")]),
+        process("chain 3/1/4", [cell(1, 300.0, 2.0), cell(8, 2000.0, 2.0)]),
+        process("tree 2/2/4", [cell(8, 4000.0, 2.0)]),
+        process(
+            "hf greedy", [], kind="hf", result={"seconds": 40.0, "tokens": 2000, "requests": 8, "batch": 1}
+        ),
+    )
+    # A step of plain decoding takes 0.9 · 4 s / 1000 = 3.6 ms, reading its weights 2 ms.
+    assert table(folder, "triton questions") == [
+        ["tokens/s at batch", "1", "8"],
+        ["---", "---:", "---:"],
+        ["plain", "402 (201–502), 1.8× the floor", "3,216 (1,608–4,020), 0.2× the floor"],
+        ["chain 3/1/4", "300 (150–375), 2.00 a round, 1.4× the floor",
+         "2,000 (1,000–2,500), 2.00 a round, 0.2× the floor"],
+        ["tree 3/4/8", "not measured yet", "not measured yet"],
+        ["EAGLE, tuned", "chain 3/1/4: 300 (150–375), 2.00 a round, 1.4× the floor",
+         "tree 2/2/4: 4,000 (2,000–5,000), 2.00 a round, 0.1× the floor"],
+        ["Hugging Face `generate`, greedy", "50.0", ""],
+    ]  # fmt: skip
+    text = rendered("<!-- bench triton questions -->\n<!-- /bench -->", folder, folder)
+    assert "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0; commit c0ffee0000." in text
+    assert table(folder, "triton held-out")[2] == ["plain", "999 (499–1,249), 0.7× the floor"]
+
+
+def test_the_terminal_table_has_every_cell(folder) -> None:
+    measured(
+        folder,
+        process("plain", [cell(1, 402.0), cell(1, 100.0, prompts="held-out")]),
+        process("chain 3/1/4", [cell(1, 804.0, 2.0)], steady(0.002, draft=0.0005, verify=0.001)),
+        process("chain 3/1/4", [cell(1, 402.0, 2.0)], kind="tune"),
+    )
+    out = io.StringIO()
+    Console(file=out, width=100).print(table_of(load(folder / "part4_worker-triton.json")))
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    assert ["plain", "1", "402", "75%", "1.00", "1.00", "3.600", "-", "-", "10%", "-"] in lines
+    assert ["chain", "3/1/4", "1", "804", "75%", "2.00", "2.00", "1.800", "1.500", "500", "10%", "-"] in lines
+    assert ["chain", "3/1/4", "1", "402", "75%", "-", "2.00", "3.600", "-", "-", "10%", "-"] in lines
+    assert lines.index(["held-out"]) < lines.index(["tuning"])
+    assert lines.index(["questions"]) < lines.index(["held-out"]) and "…" not in out.getvalue()
+
+
+def test_what_stands_beside_the_cells_is_said(folder) -> None:
+    floor = FLOOR | {"layer_matmuls": {"1": [5e-4]}, "lm_head": {"1": [17e-6]}}
+    measured(
+        folder,
+        process("floor", [], kind="floor", result=floor),
+        process("hf greedy", [], kind="hf", result={"seconds": 40.0, "tokens": 2000}),
+        process("tree 5/8/32", []) | {"error": "out of memory"},
+        process("plain", []) | {"error": "its time was over before it had finished"},
+        process("plain", [cell(1, 402.0)]),
+    )
+    data = load(folder / "part4_worker-triton.json") | {"tuned": {"1": "tree 5/4/8", "64": "chain 1/1/2"}}
+    assert bench_report.notes(data) == [
+        "floor: a copy moves 0.00 TB/s; the layers' matmuls at 1 row take 500 µs, the LM head 17 µs",
+        "hf greedy, batch 1: 50.0 tokens/s",
+        "best shape by batch: 1: tree 5/4/8, 64: chain 1/1/2",
+        "failed: tree 5/8/32 (out of memory)",
+    ]
+
+
+def test_rendering_writes_only_what_changed(tmp_path, folder, monkeypatch) -> None:
+    monkeypatch.setattr(bench_report, "REPO", tmp_path)
+    text = "a\n<!-- bench speed -->\nold\n<!-- /bench -->\nb\n"
+    (tmp_path / "A.md").write_text(text)
+    (tmp_path / "B.md").write_text("no table\n")
+    documents = ("A.md", "B.md")
+    assert render(check=True, folder=folder, documents=documents) == ["A.md"]
+    assert (tmp_path / "A.md").read_text() == text
+    assert render(folder=folder, documents=documents) == ["A.md"]
+    assert render(folder=folder, documents=documents) == []
+    assert (tmp_path / "A.md").read_text().startswith("a\n<!-- bench speed -->\n|  | must |")

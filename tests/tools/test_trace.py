@@ -1,0 +1,319 @@
+"""`fledge trace`: recordings agree with the engine's results, checks find what is wrong, the timeline."""
+
+import copy
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from tests.contract.probe import Probe
+from tools.bench.stages_door import BadInput, resolve_stage
+from tools.bench.trace import show, split_of, summary, timeline
+from tools.bench.trace_format import load_trace, validate
+from tools.bench.trace_record import parents_of, record
+from tools.provenance import REPO
+
+STAGE = resolve_stage("part4_worker")
+PROMPTS = [[5, 6, 7, 8], [40, 41], [9, 10, 11]]
+SHAPES = {
+    "plain": {},
+    "chain": {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4},
+    "tree": {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8},
+    "pages": {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8,
+              "page_size": 4},
+}  # fmt: skip
+
+
+def engine_of(tiny_flags, shape: str, **more):
+    flags = dict(tiny_flags) | SHAPES[shape] | {"max_total_tokens": 2048, "max_running_requests": 4} | more
+    if shape == "plain":
+        del flags["speculative_draft_model_path"]
+    else:
+        flags["speculative_algorithm"] = "EAGLE"
+    return STAGE.open(**flags)
+
+
+def whole(recorded: dict) -> dict:
+    return {"stage": "part4_worker", "engine": {}, "provenance": {}} | recorded
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def recorded(request, tiny_flags):
+    """A recording of three requests and, apart from it, what the engine gives for them."""
+    with engine_of(tiny_flags, request.param) as engine:
+        trace = whole(record(engine, PROMPTS, 14, ignore_eos=True))
+        Probe(engine).check_idle()
+        assert "step" not in vars(engine.scheduler)  # no wrapper stays
+        engine.flush_cache()
+        params = {"temperature": 0, "max_new_tokens": 14, "ignore_eos": True}
+        results = engine.generate(input_ids=PROMPTS, sampling_params=params)
+    return request.param, trace, results
+
+
+@pytest.fixture(scope="module")
+def tree(tiny_flags) -> dict:
+    with engine_of(tiny_flags, "tree") as engine:
+        return whole(record(engine, PROMPTS, 14, ignore_eos=True))
+
+
+def entries(trace: dict, kind: str) -> list[dict]:
+    return [entry for step in trace["steps"] if step["kind"] == kind for entry in step["requests"]]
+
+
+def test_a_recording_is_valid_and_is_what_the_engine_says(recorded) -> None:
+    shape, trace, results = recorded
+    validate(trace)
+    assert [request["output_ids"] for request in trace["requests"]] == [r["output_ids"] for r in results]
+    assert json.loads(json.dumps(trace)) == trace
+    rounds = entries(trace, "verify")
+    if shape == "plain":
+        assert not rounds and len(entries(trace, "decode")) == 3 * 13
+        return
+    assert not entries(trace, "decode")
+    for number, result in enumerate(results):
+        own = [entry for entry in rounds if entry["request"] == number]
+        meta = result["meta_info"]
+        assert len(own) == meta["spec_verify_ct"]
+        assert trace["requests"][number]["tokens_per_round"] == meta["tokens_per_round"]
+        correct = sum(min(len(entry["tokens"]), len(entry["path"]) - 1) for entry in own)
+        assert correct == meta["spec_num_correct_drafts"]
+    # Both outcomes occur, or the test shows little.
+    lengths = {len(entry["path"]) for entry in rounds}
+    assert 1 in lengths and len(lengths) > 2
+    assert any(entry["path"] != list(range(len(entry["path"]))) for entry in rounds) or shape == "chain"
+
+
+def test_every_phase_is_in_its_place(recorded) -> None:
+    shape, trace, _ = recorded
+    names = {step["kind"]: [phase["name"] for phase in step["phases"]] for step in trace["steps"]}
+    if shape == "plain":
+        assert names == {"prefill": ["forward"], "decode": ["forward"]}
+    else:
+        assert names == {
+            "prefill": ["prefill", "draft prefill"], "verify": ["draft", "verify", "draft extend", "commit"],
+        }  # fmt: skip
+    assert trace["clock"] == "host"
+    for step in trace["steps"]:
+        split = split_of(step)
+        assert sum(split.values()) == pytest.approx(step["end_us"] - step["start_us"], abs=1)
+        assert split["host"] > 0 and "commit" not in split
+
+
+def test_slots_are_those_that_the_tokens_keep(recorded) -> None:
+    shape, trace, _ = recorded
+    for entry in entries(trace, "verify"):
+        kept = len(entry["tokens"])
+        if shape == "pages":  # position fixes the slot, so the KV was moved
+            assert entry["kept_slots"] == entry["slots"][:kept]
+            assert all(slot % 4 == (entry["seq_len"] + i) % 4 for i, slot in enumerate(entry["slots"]))
+        else:
+            assert entry["kept_slots"] == [entry["slots"][node] for node in entry["path"][:kept]]
+
+
+def test_a_request_that_ends_inside_a_run_is_cut_there(tiny_flags) -> None:
+    with engine_of(tiny_flags, "tree") as engine:
+        for length in range(5, 12):
+            trace = whole(record(engine, PROMPTS[:1], length, ignore_eos=True))
+            validate(trace)
+            engine.flush_cache()
+            last = entries(trace, "verify")[-1]
+            if len(last["tokens"]) < len(last["path"]):
+                break
+        else:
+            pytest.fail("no answer ended inside a run")
+        assert len(trace["requests"][0]["output_ids"]) == length
+
+
+def test_a_prompt_in_chunks(tiny_flags) -> None:
+    with engine_of(tiny_flags, "chain", chunked_prefill_size=8) as engine:
+        trace = whole(record(engine, [list(range(5, 25))], 4, ignore_eos=True))
+    validate(trace)
+    chunks = entries(trace, "prefill")
+    assert [(chunk["cached"], chunk["seq_len"], len(chunk["tokens"])) for chunk in chunks] == [
+        (0, 8, 0), (8, 16, 0), (16, 20, 1),
+    ]  # fmt: skip
+
+
+def test_parents_from_children_and_siblings() -> None:
+    #      0
+    #    1   3
+    #   2 4
+    assert parents_of([1, 2, -1, -1, -1], [-1, 3, 4, -1, -1]) == [-1, 0, 1, 0, 1]
+
+
+# the checks
+
+
+def first(trace: dict) -> dict:
+    """The first round that accepted something."""
+    rounds = entries(trace, "verify")
+    return next(entry for entry in rounds if len(entry["path"]) > 1 and len(entry["tokens"]) > 1)
+
+
+def swap_token(trace: dict) -> None:
+    entry = first(trace)
+    entry["tree"][entry["path"][1]] ^= 1
+
+
+def other_root(trace: dict) -> None:
+    first(trace)["tree"][0] ^= 1
+
+
+def wrong_path(trace: dict) -> None:
+    entry = first(trace)
+    entry["parents"][entry["path"][1]] = -1
+
+
+def orphan(trace: dict) -> None:
+    entry = first(trace)
+    entry["parents"][-1] = len(entry["parents"]) - 1
+
+
+def lost_token(trace: dict) -> None:
+    first(trace)["tokens"].pop()
+
+
+def shared_slot(trace: dict) -> None:
+    entry = first(trace)
+    entry["slots"][1] = entry["slots"][0]
+
+
+def foreign_slot(trace: dict) -> None:
+    first(trace)["kept_slots"][0] += 1000
+
+
+def stale_length(trace: dict) -> None:
+    first(trace)["seq_len"] += 1
+
+
+def no_text(trace: dict) -> None:
+    del trace["pieces"][str(trace["requests"][0]["output_ids"][0])]
+
+
+def back_in_time(trace: dict) -> None:
+    trace["steps"][2]["start_us"] = trace["steps"][1]["end_us"] - 1
+
+
+def phase_outside(trace: dict) -> None:
+    trace["steps"][1]["phases"][-1]["end_us"] = trace["steps"][1]["end_us"] + 1
+
+
+def new_version(trace: dict) -> None:
+    trace["version"] = 2
+
+
+def miscounted(trace: dict) -> None:
+    trace["requests"][1]["spec_correct_drafts_histogram"][0] += 1
+
+
+def no_parents(trace: dict) -> None:
+    del first(trace)["parents"]
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        (swap_token, "the tokens are not those of the path"),
+        (other_root, "the tree's root is not the last output token"),
+        (wrong_path, "a node stands before its parent"),
+        (orphan, "a node stands before its parent"),
+        (lost_token, "kept slots are not those of the kept tokens"),
+        (shared_slot, "two rows write to one slot"),
+        (foreign_slot, "kept slots are not those of the kept tokens"),
+        (stale_length, "is not what prompt and output give"),
+        (no_text, "has no text in 'pieces'"),
+        (back_in_time, "it does not follow the step before"),
+        (phase_outside, "commit lies outside its place in time"),
+        (new_version, "version 2, not fledge-trace version 1"),
+        (miscounted, "the engine counted something else"),
+        (no_parents, "KeyError: 'parents'"),
+    ],
+)
+def test_what_is_wrong_is_found(tree, harm, problem) -> None:
+    broken = copy.deepcopy(tree)
+    harm(broken)
+    with pytest.raises(BadInput, match=re.escape(problem)):
+        validate(broken)
+
+
+# the timeline
+
+
+def test_the_timeline_has_a_line_for_each_step() -> None:
+    def phase(name: str, start: float, end: float, device=None) -> dict:
+        return {"name": name, "start_us": start, "end_us": end, "device_us": device}
+
+    prefill = {"kind": "prefill", "start_us": 0, "end_us": 500}
+    prefill |= {"phases": [phase("prefill", 0, 400, [9, 309])], "requests": [{"request": 0, "tokens": [7]}]}
+    verify = {
+        "kind": "verify", "start_us": 500, "end_us": 980,
+        "phases": [phase("draft", 500, 510, [510, 630]), phase("verify", 510, 520, [630, 870]),
+                   phase("draft extend", 520, 530, [870, 930]), phase("commit", 530, 980)],
+        "requests": [{"request": 0, "tree": [7, 8, 9], "path": [0, 2], "tokens": [8, 10]}],
+    }  # fmt: skip
+    trace = {"clock": "device", "pieces": {"7": "a", "8": "b\n", "10": " c"}, "steps": [prefill, verify]}
+    lines = [line.plain for line in timeline(trace, coloured=False)]
+    # The longest round has 48 characters: 120, 240, 60 µs on the device and 60 µs that are the host's.
+    assert lines == [
+        f"   0    0.500 ms {'P' * 30}{'.' * 18} {'':>7}  a",
+        f"   1    0.480 ms {'D' * 12}{'V' * 24}{'E' * 6}{'.' * 6} {'1/2':>7}  b\\n c",
+    ]
+    assert summary(trace) == [
+        "1 rounds of 0.480 ms, 2.00 tokens each",
+        "medians on the device: draft 120 µs, verify 240 µs, draft extend 60 µs, host 60 µs",
+    ]
+    out = io.StringIO()
+    show(trace, Console(file=out, width=120, force_terminal=True, color_system="standard"))
+    assert "\x1b[36m████████████\x1b[0m\x1b[33m" in out.getvalue() and "DDD" not in out.getvalue()
+
+
+def test_the_command_records_prints_and_shows_again(fledge, tiny_options, tmp_path) -> None:
+    path = tmp_path / "t.json"
+    words = ["the ab", "foo", "--max-new-tokens", 10, "--ignore-eos", "--out", path]
+    done = fledge("trace", "part4_worker", *words, *tiny_options)
+    assert done.exit_code == 0, done.output
+    trace = load_trace(path)
+    assert [request["prompt"] for request in trace["requests"]] == ["the ab", "foo"]
+    assert trace["engine"]["shape"] == "tree 3/4/8" and {"commit", "dirty"} <= set(trace["provenance"])
+    assert max(map(len, path.read_text().splitlines())) < 140  # a file that can be read
+    lines = done.stdout.splitlines()
+    assert "D draft  V verify  E draft extend  . host" in lines[0]
+    assert len([line for line in lines if " ms " in line and "DV" in re.sub(r"(.)\1+", r"\1", line)]) == len(
+        [step for step in trace["steps"] if step["kind"] == "verify"]
+    )
+    again = fledge("trace", path)
+    assert again.exit_code == 0 and again.stdout == done.stdout.replace(f"written to {path}\n", "")
+
+
+def test_bad_input_is_one_sentence(fledge, tiny_options, tmp_path) -> None:
+    (tmp_path / "t.json").write_text("{}")
+    for words, sentence in (
+        (["part4_worker", "a", "--enable-dp-attention"], "no --enable-dp-attention here"),
+        (["part4_worker"], "Give at least one prompt"),
+        (["no_such_stage", "a"], "There is no stage"),
+        ([tmp_path / "t.json"], "The trace is not valid: KeyError: 'format'."),
+        ([tmp_path / "t.json", "a"], "give it alone to see it"),
+    ):
+        done = fledge("trace", *words)
+        assert done.exit_code == 2 and sentence in done.stderr and "Traceback" not in done.output
+
+
+def test_committed_traces_are_valid() -> None:
+    for path in (REPO / "docs" / "data" / "traces").glob("*.json"):
+        trace = load_trace(path)
+        assert len(trace["provenance"]["commit"]) == 40 and trace["provenance"]["dirty"] is False
+        assert "/tmp" not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_phases_have_a_time_on_the_device(tiny_flags, shape) -> None:
+    with engine_of({**tiny_flags, "device": "cuda"}, shape) as engine:
+        trace = whole(record(engine, PROMPTS, 14, ignore_eos=True))
+    validate(trace)
+    for step in trace["steps"]:
+        spans = [phase["device_us"] for phase in step["phases"] if phase["name"] != "commit"]
+        assert all(end > start for start, end in spans)
+        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))

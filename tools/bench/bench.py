@@ -1,0 +1,149 @@
+"""`fledge bench`: how fast a stage is, measured so that the numbers can be kept and argued about.
+
+bench_plans.py decides what runs when, bench_process.py measures, bench_runs.py collects, bench_summary.py
+reckons, bench_report.py shows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .bench_plans import Asked, engine_plans, floor_plans, hf_plans, tune_plans
+from .bench_report import FOLDER, notes, render, table_of
+from .bench_results import Results, load
+from .bench_runs import Plan, run_plans
+from .bench_summary import best_per_batch
+from .configurations import BATCHES
+from .engine_flags import command
+from .progress import progress
+from .prompt_sets import PromptSet, load_sets
+from .stages_door import TREE_FLAGS, BadInput, all_stages, refuse_ranks, resolve_stage
+
+
+@command
+def bench(
+    stage: Annotated[
+        str | None, typer.Argument(help="A name under stages/, or a directory. Default: the last stage.")
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(help="plain, chain, tree, tuned, or steps/topk/tokens; repeat it. Default: all four."),
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests at once; repeat it. Default: 1 8 32 64 128.")
+    ] = None,
+    prompt_set: Annotated[
+        list[str] | None, typer.Option("--set", help="questions or held-out; repeat it. Default: both.")
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Find the best shape of a listed grid for each batch size.")
+    ] = False,
+    floor: Annotated[bool, typer.Option("--floor", help="Measure the machine's own limits.")] = False,
+    hf: Annotated[
+        bool, typer.Option("--hf", help="Measure Hugging Face generate, greedy and with prompt look-up.")
+    ] = False,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each cell in each process.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="A cell begins no further run after so many seconds of runs.")
+    ] = 10.0,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Stop after so many minutes; the same command goes on.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=4, help="Length of each answer, if not the set's own.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Leave the chat template out.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="The result file. Default: in docs/data/bench.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what the result file holds.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Measure nothing; print what the file holds.")] = False,
+    render_tables: Annotated[
+        bool, typer.Option("--render", help="Measure nothing; write the tables of the README anew.")
+    ] = False,
+    engine_flags: dict[str, Any] | None = None,
+) -> None:
+    """Measure a stage: plain decoding and EAGLE, batch by batch, with everything that a number needs.
+
+    With --tune, --floor or --hf only that is measured, and configurations only where --config names them.
+    Numbers are written after each cell, and the same command goes on where one was interrupted. Exit status
+    1 if a configuration failed or the time ran out.
+    """
+    if render_tables:
+        typer.echo("\n".join(f"{name}: written anew" for name in render()) or "all tables are up to date")
+        return
+    found = resolve_stage(stage) if stage else all_stages()[-1]
+    given = engine_flags or {}
+    for name in TREE_FLAGS:
+        if name in given:
+            raise BadInput(f"--{name.replace('_', '-')}: give shapes as --config steps/topk/tokens.")
+    refuse_ranks(given, "bench")
+    batches = tuple(sorted(set(batch or BATCHES)))
+    asked = Asked(found, given, batches, _sets(prompt_set), repeat, seconds, max_new_tokens, raw)
+    path = (out or FOLDER / f"{found.name}-{asked.resolved.attention_backend}.json").resolve()
+    wrong: list[str] = []
+    if not show:
+        is_special = tune or floor or hf
+        names = config or ([] if is_special else asked.default_configurations())
+        deadline = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
+        wrong = measure(asked, Results(path, asked.header(), fresh), names, tune, floor, hf, deadline)
+    for sentence in wrong:
+        typer.echo(sentence, err=True)
+    if not path.exists():  # not a number was measured
+        raise typer.Exit(1)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 100)
+    data = load(path)
+    console.print(table_of(data))
+    for line in notes(data):
+        console.print(line, soft_wrap=True)
+    console.print(f"raw numbers: {path}", soft_wrap=True)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def measure(
+    asked: Asked,
+    results: Results,
+    config: Sequence[str],
+    tune: bool = False,
+    floor: bool = False,
+    hf: bool = False,
+    deadline: float = float("inf"),
+) -> list[str]:
+    """Run what is missing of all that is asked for; returns what went wrong, a sentence each."""
+    first = [*(floor_plans(asked, results) if floor else ()), *(tune_plans(asked, results) if tune else ())]
+    wrong = _run(first, results, deadline)
+    if tune:
+        results.data["tuned"] = {str(b): name for b, name in best_per_batch(results.data, "tune").items()}
+        results.save()
+    # What "tuned" means is known only now.
+    rest = [*engine_plans(asked, results, config), *(hf_plans(asked, results) if hf else ())]
+    return wrong + _run(rest, results, deadline)
+
+
+def _run(plans: list[Plan], results: Results, deadline: float) -> list[str]:
+    if not plans:
+        return []
+    with progress(sum(_steps(plan) for plan in plans)) as advance:
+        return run_plans(plans, results, advance, deadline)
+
+
+def _steps(plan: Plan) -> int:
+    """How often the process says what comes next; about, for those that are no engines."""
+    sets = len(plan.job.get("sets", "x"))
+    return sum(1 + sets * len(entry.get("batches", "four")) for entry in plan.job["configurations"])
+
+
+def _sets(names: list[str] | None) -> tuple[PromptSet, ...]:
+    known = load_sets()
+    if unknown := [name for name in names or () if name not in known]:
+        raise BadInput(f"There is no prompt set {unknown[0]!r}: give {' or '.join(known)}.")
+    return tuple(known[name] for name in known if not names or name in names)

@@ -1,0 +1,128 @@
+"""From the raw numbers of a result file to medians, spreads and ratios: its "summary"."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .configurations import PLAIN, shape_of
+from .measure import Run
+from .steady import Steady
+
+Key = tuple[str, str, int]  # configuration, prompt set, batch
+
+
+def spread(samples: Sequence[float]) -> dict[str, Any]:
+    """Median, quartiles, extremes and number of samples."""
+    middle = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
+    low, median, high = middle
+    return {
+        "median": median,
+        "q1": low,
+        "q3": high,
+        "min": min(samples),
+        "max": max(samples),
+        "samples": len(samples),
+    }
+
+
+def runs_of(cell: dict[str, Any]) -> list[Run]:
+    """The timed runs that a cell of a result file holds as columns."""
+    names = Run.__dataclass_fields__
+    return [Run(*values) for values in zip(*(cell[name] for name in names), strict=True)]
+
+
+def cells_of(data: dict[str, Any], kind: str = "engine") -> dict[Key, list[Run]]:
+    """All runs of a result file, those of both turns together, in the order of the configurations."""
+    found: dict[Key, list[Run]] = defaultdict(list)
+    for process in data["processes"]:
+        if process["kind"] == kind:
+            for cell in process["cells"]:
+                found[process["configuration"], cell["set"], cell["batch"]] += runs_of(cell)
+    return dict(found)
+
+
+def steady_of(data: dict[str, Any], name: str, batch: int) -> list[Steady]:
+    """The steady rounds of a configuration at one batch size, one for each turn."""
+    return [
+        Steady(**entry)
+        for process in data["processes"]
+        if process["kind"] == "engine" and process["configuration"] == name
+        for entry in process["steady"]
+        if entry["batch"] == batch
+    ]
+
+
+def result_of(data: dict[str, Any], kind: str, name: str | None = None) -> dict[str, Any] | None:
+    """What a process that gives one result gave, the last one if there are several."""
+    found = [
+        process["result"]
+        for process in data["processes"]
+        if process["kind"] == kind and name in (None, process["configuration"]) and process["result"]
+    ]
+    return found[-1] if found else None
+
+
+def best_per_batch(data: dict[str, Any], kind: str) -> dict[int, str]:
+    """The configuration with the most tokens/s on the eight questions, among those that draft."""
+    speeds: dict[int, dict[str, float]] = defaultdict(dict)
+    for (name, prompts, batch), runs in cells_of(data, kind).items():
+        if prompts == "questions" and name != PLAIN:
+            speeds[batch][name] = statistics.median(run.speed for run in runs)
+    return {batch: max(named, key=named.__getitem__) for batch, named in sorted(speeds.items())}
+
+
+def floor_seconds(data: dict[str, Any], name: str) -> float | None:
+    """The least a step or round of a configuration can take: its weights, read at the copy's speed.
+
+    A round reads the target once and the draft once for each of its steps (the last is the draft extend).
+    """
+    floor = result_of(data, "floor")
+    if floor is None:
+        return None
+    sizes, shape = floor["weight_bytes"], shape_of(name)
+    total = sizes["target"] + (shape[0] * sizes.get("draft", 0) if shape else 0)
+    return total / statistics.median(floor["copy_bytes_per_second"])
+
+
+def median_or_none(samples: Iterable[float | None]) -> float | None:
+    """The median of what is known."""
+    known = [sample for sample in samples if sample is not None]
+    return statistics.median(known) if known else None
+
+
+def summarise(data: dict[str, Any], kind: str = "engine") -> list[dict[str, Any]]:
+    """One row for each configuration, prompt set and batch size; times in seconds, unknown ones None.
+
+    `kind` "tune" gives the short runs in which shapes were chosen.
+
+    `step_seconds` is the mean wall time of a step or round of a whole run; `device_seconds` and
+    `host_seconds` are those of a steady one (see steady.py), measured on the eight questions.
+    `over_floor` is `step_seconds` over the floor; `over_plain` is tokens/s over plain decoding's.
+    """
+    cells = cells_of(data, kind)
+    rows = []
+    for (name, prompts, batch), runs in cells.items():
+        speeds = spread([run.speed for run in runs])
+        step = statistics.median(run.step_seconds for run in runs)
+        plain = [run.speed for run in cells.get((PLAIN, prompts, batch), [])]
+        floor = floor_seconds(data, name)
+        steady = steady_of(data, name, batch) if kind == "engine" else []
+        rows.append(
+            {
+                "configuration": name,
+                "set": prompts,
+                "batch": batch,
+                "tokens_per_second": speeds,
+                "tokens_per_round": statistics.median(run.tokens_per_round for run in runs),
+                "step_seconds": step,
+                "device_seconds": median_or_none(s for entry in steady for s in entry.device),
+                "host_seconds": median_or_none(entry.host for entry in steady),
+                "prefill_share": statistics.median(run.prefill_seconds / run.seconds for run in runs),
+                "over_floor": step / floor if floor else None,
+                "over_plain": speeds["median"] / statistics.median(plain) if plain else None,
+            }
+        )
+    return rows

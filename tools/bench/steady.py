@@ -1,0 +1,166 @@
+"""The time of one step or round in the middle of a batch: on the clock, on the device, and so on the host.
+
+A round is timed while every request of the batch still runs and nothing is wrapped but `Scheduler.step`.
+Then one more round runs with its CUDA graphs noted, and those graphs are replayed alone, many times, back to
+back: what they take is the device's time, free of launching. What a round on the clock has more is the
+host's. Where no graph is replayed there is no such number on a GPU; on a CPU the models' forwards stand for
+the device.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from .measure import model_forwards, step_phases, wrap
+
+ROUNDS = 40  # at most; the first quarter is left out
+SAMPLES, REPLAYS = 5, 20
+
+Samples = list[float]  # of the same thing, in seconds
+# What the parts of a round took, in order (a phase may come twice), and all of them together.
+Parts = tuple[list[tuple[str, Samples]], Samples]
+
+
+@dataclass
+class Steady:
+    """Seconds at one batch size; lists hold every sample.
+
+    `phases` are the graphs of one round by phase, each replayed alone; `device` is all of them in order. On a
+    CPU they are the time inside each model's forwards. `context` is the longest request's tokens then.
+    """
+
+    batch: int
+    context: int = 0
+    rounds: Samples = field(default_factory=list)
+    phases: dict[str, Samples] = field(default_factory=dict)
+    device: Samples = field(default_factory=list)
+
+    @property
+    def host(self) -> float | None:
+        """Seconds of a round in which the device had nothing to do; None where that is not known."""
+        if not self.device:
+            return None
+        return statistics.median(self.rounds) - statistics.median(self.device)
+
+
+def steady(engine: Any, prompts: list[list[int]], new_tokens: int) -> Steady:
+    """Decode all prompts at once, greedily, as far as the measurement needs; the engine is idle afterwards.
+
+    `new_tokens` is the length of an answer, which limits the number of rounds.
+    """
+    scheduler, draft = engine.scheduler, engine.scheduler.draft_worker
+    most = 1 if draft is None else 1 + draft.speculative_num_steps
+    measure_parts = _replays if engine.get_server_info()["device"] == "cuda" else _forwards
+    found, ids = Steady(len(prompts)), [str(number) for number in range(len(prompts))]
+    parts: Callable[[], Parts] | None = None
+    left = time.perf_counter()
+
+    with ExitStack() as recording:
+
+        def step(phase: str, method: Callable[[], bool]) -> bool:
+            nonlocal parts, left
+            prefills, start = scheduler.counters.forward_ct_prefill, time.perf_counter()
+            has_run = method()
+            # The way from one step to the next belongs to a round, what stands below does not.
+            seconds = time.perf_counter() - start + (start - left)
+            running = [req for req in scheduler.running_batch.reqs if not req.finished()]
+            if scheduler.counters.forward_ct_prefill == prefills and len(running) == len(prompts):
+                if parts is None:
+                    found.rounds.append(seconds)
+                    room = min(new_tokens - len(req.output_ids) for req in running)
+                    if len(found.rounds) == ROUNDS or room <= 2 * most:
+                        parts = recording.enter_context(measure_parts(engine))
+                else:
+                    found.context = max(len(req.origin_input_ids) + len(req.output_ids) for req in running)
+                    _fill(found, parts())
+                    for rid in ids:
+                        engine.abort_request(rid)
+            left = time.perf_counter()
+            return has_run
+
+        with wrap({"step": [(scheduler, "step")]}, step):
+            wanted = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+            engine.generate(input_ids=prompts, sampling_params=wanted, rid=ids)
+    found.rounds = found.rounds[len(found.rounds) // 4 :]
+    engine.flush_cache()
+    return found
+
+
+def _fill(found: Steady, measured: Parts) -> None:
+    parts, found.device = measured
+    for phase, samples in parts:
+        before = found.phases.get(phase, [0.0] * len(samples))
+        found.phases[phase] = [a + b for a, b in zip(before, samples, strict=True)]
+
+
+@contextmanager
+def _forwards(engine: Any) -> Iterator[Callable[[], Parts]]:
+    """On a CPU: seconds inside the forwards of each model, from here until the result is asked for."""
+    seconds: dict[str, float] = {}
+
+    def timed(phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    with wrap(model_forwards(engine), timed):
+        yield lambda: ([(phase, [value]) for phase, value in seconds.items()], [sum(seconds.values())])
+
+
+@contextmanager
+def _replays(engine: Any) -> Iterator[Callable[[], Parts]]:
+    """On a GPU: the graphs replayed from here on, and a function that times each of them alone."""
+    import torch
+
+    graphs: list[tuple[str, tuple[Any, Any]]] = []  # phase, graph and its stream
+    phases = ["other"]
+    replay = torch.cuda.CUDAGraph.replay
+
+    def note(graph: Any) -> None:
+        graphs.append((phases[-1], (graph, torch.cuda.current_stream())))
+        replay(graph)
+
+    def parts() -> Parts:
+        alone = [(phase, _replay_seconds(replay, [graph])) for phase, graph in graphs]
+        return alone, _replay_seconds(replay, [graph for _, graph in graphs]) if graphs else []
+
+    def inside(phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        phases.append(phase)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            phases.pop()
+
+    torch.cuda.CUDAGraph.replay = note
+    try:
+        with wrap(step_phases(engine), inside):
+            yield parts
+    finally:
+        torch.cuda.CUDAGraph.replay = replay
+
+
+def _replay_seconds(replay: Callable[[Any], None], graphs: list[tuple[Any, Any]]) -> Samples:
+    """Seconds of one pass over `graphs`, as the device sees it: means of REPLAYS passes, SAMPLES of them."""
+    import torch
+
+    found = []
+    for _ in range(SAMPLES):
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for number in range(REPLAYS + 1):  # the first pass is launched onto an idle device: left out
+            if number == 1:
+                start.record(graphs[0][1])
+            for graph, stream in graphs:
+                with torch.cuda.stream(stream):
+                    replay(graph)
+        end.record(graphs[-1][1])
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1e3 / REPLAYS)
+    return found

@@ -1,0 +1,122 @@
+"""The one format of recorded runs, for every stage: `validate` says what must be true of one.
+
+docs/data/traces/README.md describes it. The checks know nothing of an engine: what they find wrong is wrong
+for whoever plays the trace.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .stages_door import BadInput
+
+FORMAT, VERSION = "fledge-trace", 1
+
+KINDS = ("prefill", "decode", "verify")
+PHASES = ("prefill", "draft prefill", "forward", "draft", "verify", "draft extend", "commit")
+
+Trace = dict[str, Any]
+
+
+def load_trace(path: Path) -> Trace:
+    """A valid trace. Raises BadInput with the first thing that is wrong."""
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} is no trace ({error}).") from None
+    validate(trace)
+    return trace
+
+
+def validate(trace: Trace) -> None:
+    """Raise BadInput with the first thing that is wrong with a trace."""
+    try:
+        for problem in _problems(trace):
+            raise BadInput(f"The trace is not valid: {problem}.")
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise BadInput(f"The trace is not valid: {type(error).__name__}: {error}.") from None
+
+
+def _problems(trace: Trace) -> Iterator[str]:
+    if (trace["format"], trace["version"]) != (FORMAT, VERSION):
+        yield f"it is {trace['format']} version {trace['version']}, not {FORMAT} version {VERSION}"
+    for name in ("stage", "engine", "provenance", "clock", "pieces", "requests", "steps"):
+        if name not in trace:
+            yield f"it has no {name!r}"
+    if trace["clock"] not in ("host", "device"):
+        yield f"its clock is {trace['clock']!r}"
+    written: list[list[int]] = [[] for _ in trace["requests"]]
+    rounds: list[list[int]] = [[] for _ in trace["requests"]]
+    before = 0.0
+    for number, step in enumerate(trace["steps"]):
+        for problem in _step_problems(step, trace, before):
+            yield f"step {number}: {problem}"
+        before = step["end_us"]
+        for entry in step["requests"]:
+            for problem in _entry_problems(entry, step["kind"], trace, written[entry["request"]]):
+                yield f"step {number}, request {entry['request']}: {problem}"
+            written[entry["request"]] += entry["tokens"]
+            if step["kind"] == "verify":
+                rounds[entry["request"]].append(min(len(entry["tokens"]), len(entry["path"]) - 1))
+    for number, (request, tokens, accepted) in enumerate(
+        zip(trace["requests"], written, rounds, strict=True)
+    ):
+        if tokens != request["output_ids"]:
+            yield f"the steps of request {number} do not make its output"
+        if missing := [t for t in request["prompt_ids"] + tokens if str(t) not in trace["pieces"]]:
+            yield f"token {missing[0]} of request {number} has no text in 'pieces'"
+        counted = [accepted.count(count) for count in range(max(accepted, default=-1) + 1)]
+        if counted != request.get("spec_correct_drafts_histogram", []):
+            yield f"the rounds of request {number} accept {counted}, the engine counted something else"
+
+
+def _step_problems(step: dict[str, Any], trace: Trace, before: float) -> Iterator[str]:
+    if step["kind"] not in KINDS:
+        yield f"its kind is {step['kind']!r}"
+    if not before <= step["start_us"] <= step["end_us"]:
+        yield "it does not follow the step before"
+    at = step["start_us"]
+    for phase in step["phases"]:
+        if phase["name"] not in PHASES:
+            yield f"there is no phase {phase['name']!r}"
+        if not at <= phase["start_us"] <= phase["end_us"] <= step["end_us"]:
+            yield f"{phase['name']} lies outside its place in time"
+        at = phase["end_us"]
+        device = phase["device_us"]
+        if device is not None and (trace["clock"] == "host" or not device[0] <= device[1]):
+            yield f"{phase['name']} has no such time on the device"
+    slots = [slot for entry in step["requests"] for slot in entry.get("slots", ())]
+    if len(set(slots)) < len(slots):
+        yield "two rows write to one slot"
+
+
+def _entry_problems(entry: dict[str, Any], kind: str, trace: Trace, written: list[int]) -> Iterator[str]:
+    request, tokens = trace["requests"][entry["request"]], entry["tokens"]
+    if kind == "prefill":
+        return
+    if entry["seq_len"] != len(request["prompt_ids"]) + len(written) - 1:
+        yield f"seq_len {entry['seq_len']} is not what prompt and output give"
+    if kind == "decode":
+        if len(tokens) > 1 or len(entry["slots"]) != 1:
+            yield "a decode step gives one token and takes one slot"
+        return
+    tree, parents, path = entry["tree"], entry["parents"], entry["path"]
+    if not len(tree) == len(parents) == len(entry["slots"]):
+        yield "tokens, parents and slots of the tree differ in number"
+    if not written or tree[0] != written[-1]:
+        yield "the tree's root is not the last output token"
+    if parents[0] != -1 or not all(0 <= parent < node for node, parent in enumerate(parents) if node):
+        yield "a node stands before its parent"
+    if path[:1] != [0] or any(parents[b] != a for a, b in zip(path, path[1:], strict=False)):
+        yield "the accepted path is no path from the root"
+    if not 0 < len(tokens) <= len(path):
+        yield f"{len(tokens)} tokens came of a path of {len(path)}"
+    if any(tree[node] != token for node, token in zip(path[1:], tokens, strict=False)):
+        yield "the tokens are not those of the path"
+    if len(entry["kept_slots"]) != len(tokens) or not set(entry["kept_slots"]) <= set(entry["slots"]):
+        yield "kept slots are not those of the kept tokens"
+    if len(tokens) < len(path) and written + tokens != request["output_ids"]:
+        yield "tokens were dropped and the request went on"
