@@ -86,8 +86,8 @@ class Engine:
             next(results)  # a generator that never began would not run its `finally` when dropped
             return results
         try:
-            while not requests.finished():
-                self._step(requests)
+            while self._step(requests):
+                pass
         except BaseException:
             self._abort(requests.reqs)
             raise
@@ -131,10 +131,11 @@ class Engine:
             raise RuntimeError("this engine was shut down; make a new one")
         return self.scheduler
 
-    def _step(self, requests: GenerateRequests) -> None:
+    def _step(self, requests: GenerateRequests) -> bool:
+        """Run a step of the scheduler; False if `requests` needed none, for all of them have ended."""
         with self._lock:
-            if requests.finished():  # another thread's step did it
-                return
+            if requests.finished():  # perhaps by another thread's step
+                return False
             scheduler = self._alive()
             try:
                 if not scheduler.step() and not requests.finished():
@@ -144,6 +145,7 @@ class Engine:
                 scheduler.abort_all(f"the step failed: {type(error).__name__}: {error}")
                 scheduler.reset()
                 raise
+            return True
 
     def _abort(self, reqs: list[Req]) -> None:
         with self._lock:

@@ -116,6 +116,18 @@ class Req:
     created_time: float = field(default_factory=time.perf_counter)
     finished_time: float | None = None
 
+    # What follows from the request, and is asked in every step.
+    max_new_tokens: int = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    wants_only_ids: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.sampling_params
+        room = self.context_length - len(self.origin_input_ids)
+        self.max_new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
+        self.stop_ids = frozenset() if params.ignore_eos else params.stop_token_ids | self.eos_token_ids
+        self.wants_only_ids = not (self.detokenizer or self.logprobs or self.return_hidden_states)
+
     def all_token_ids(self) -> list[int]:
         return self.origin_input_ids + self.output_ids
 
@@ -162,11 +174,13 @@ class Req:
         if not result.is_finite[row]:
             self.finish(FinishReason("abort", message=NOT_FINITE))
             return 0
-        tokens = result.next_token_ids[row]
-        if result.accept_index is not None:
-            tokens = tokens[: np.count_nonzero(result.accept_index[row] >= 0)]
+        tokens = result.tokens[row]
+        room = self.max_new_tokens - len(self.output_ids)
+        if self.wants_only_ids and len(tokens) < room and self.stop_ids.isdisjoint(tokens):
+            self.output_ids += tokens  # nearly always: nothing to do for each, and no rule that ends it here
+            return len(tokens)
         first_row = row * result.next_token_ids.shape[1]
-        for i, token in enumerate(tokens.tolist()):
+        for i, token in enumerate(tokens):
             self.append_output(token)
             if self.logprobs is not None:
                 self.logprobs.add("output", result.logprobs, first_row + i, token)
@@ -181,26 +195,20 @@ class Req:
         self.spec_verify_ct += 1
         self.spec_num_proposed_drafts += proposed
         histogram = self.spec_correct_drafts_histogram
-        histogram.extend([0] * (correct + 1 - len(histogram)))
+        if correct >= len(histogram):
+            histogram += [0] * (correct + 1 - len(histogram))
         histogram[correct] += 1
 
     def append_output(self, token_id: int) -> None:
         """Take one generated token and check every stop rule on it."""
         self.output_ids.append(token_id)
-        params = self.sampling_params
         matched = self.detokenizer.append(token_id) if self.detokenizer is not None else None
-        is_stop = token_id in params.stop_token_ids or token_id in self.eos_token_ids
-        if is_stop and not params.ignore_eos:
+        if token_id in self.stop_ids:
             self.finish(FinishReason("stop", matched=token_id))
         elif matched is not None:
             self.finish(FinishReason("stop", matched=matched))
-        elif len(self.output_ids) >= self.max_new_tokens():
+        elif len(self.output_ids) >= self.max_new_tokens:
             self.finish(FinishReason("length", length=len(self.output_ids)))
-
-    def max_new_tokens(self) -> int:
-        room = self.context_length - len(self.origin_input_ids)
-        wanted = self.sampling_params.max_new_tokens
-        return room if wanted is None else min(wanted, room)
 
     def reset_for_retract(self) -> None:
         self.kv_len = self.prefix_len = 0
@@ -229,11 +237,9 @@ class ModelWorkerBatch:
     seq_lens: np.ndarray  # [bs] KV entries after the step
     out_cache_loc: np.ndarray  # [rows]
     output_positions: np.ndarray  # [bs] index of the output token that this step samples
-    known_next_tokens: np.ndarray  # [bs] the token behind the last row where it is known, else −1
-    # Slots to enter in req_to_token: table_slots[i, :table_lens[i]] from position table_start[i] on.
-    table_start: np.ndarray
-    table_slots: np.ndarray
-    table_lens: np.ndarray
+    # Of an extend; None for a decode step.
+    known_next_tokens: np.ndarray | None  # [bs] the token behind the last row where it is known, else −1
+    table_slots: np.ndarray | None  # [bs, width] rows of req_to_token, since the prefix came from the tree
     sampling_info: SamplingBatchInfo
     capture_hidden_mode: CaptureHiddenMode
     return_hidden_states: bool
@@ -360,6 +366,9 @@ class ScheduleBatch:
         self.out_cache_loc = self.alloc_decode_slots(1)[:, 0]
         self.prefix_lens = self.seq_lens
         self.seq_lens = self.seq_lens + 1
+
+    def book_decode_slots(self) -> None:
+        """The host's notes of a plain decode step, which can wait until the step is launched."""
         self.req_to_token_pool.req_to_token_host[self.req_pool_indices, self.prefix_lens] = self.out_cache_loc
         for req in self.reqs:
             req.kv_len += 1
@@ -371,17 +380,14 @@ class ScheduleBatch:
             input_ids = np.concatenate(
                 [np.array(i[p:e]) for i, p, e in zip(ids, self.prefix_lens, self.seq_lens, strict=True)]
             )
-            known = [r.known_next_token(r.extend_end) for r in self.reqs]
-            # The whole row, since the prefix came from the tree; later chunks rewrite it with the same slots.
-            table_start, table_lens = np.zeros_like(self.seq_lens), self.seq_lens
+            known = np.array([r.known_next_token(r.extend_end) for r in self.reqs], dtype=np.int64)
+            # Later chunks rewrite the rows with the same slots.
             table_slots = self.req_to_token_pool.req_to_token_host[
                 self.req_pool_indices, : int(self.seq_lens.max())
             ]
         else:
             input_ids = np.array([r.output_ids[-1] for r in self.reqs])
-            known = [-1] * len(self.reqs)
-            table_start, table_lens = self.prefix_lens, np.ones_like(self.seq_lens)
-            table_slots = self.out_cache_loc[:, None]
+            known = table_slots = None
         self.input_logprobs = self._input_logprob_rows() if extend else None
         needs_hidden = self.return_hidden_states
         return ModelWorkerBatch(
@@ -392,10 +398,8 @@ class ScheduleBatch:
             seq_lens=self.seq_lens,
             out_cache_loc=self.out_cache_loc,
             output_positions=self.output_positions(),
-            known_next_tokens=np.array(known, dtype=np.int64),
-            table_start=table_start,
+            known_next_tokens=known,
             table_slots=table_slots,
-            table_lens=table_lens,
             sampling_info=self.sampling_info,
             capture_hidden_mode=CaptureHiddenMode.LAST if needs_hidden else CaptureHiddenMode.NULL,
             return_hidden_states=needs_hidden,
@@ -432,23 +436,23 @@ class ScheduleBatch:
                 row[: len(w.token_ids)] = w.token_ids
         return top_num, token_ids
 
-    @property
-    def return_logprob(self) -> bool:
-        return any(r.logprobs is not None for r in self.reqs)
-
-    @property
-    def return_hidden_states(self) -> bool:
-        return any(r.return_hidden_states for r in self.reqs)
-
     # ---- rows come and go ----
+
+    def __post_init__(self) -> None:
+        self._rows_changed()
+
+    def _rows_changed(self) -> None:
+        self.return_logprob = any(r.logprobs is not None for r in self.reqs)
+        self.return_hidden_states = any(r.return_hidden_states for r in self.reqs)
 
     def filter_batch(self, keep: list[int] | None = None) -> None:
         """Keep rows `keep` (by default those not finished), in that order, in everything that has rows."""
         if keep is None:
-            keep = [i for i, r in enumerate(self.reqs) if not r.finished()]
+            keep = [i for i, r in enumerate(self.reqs) if r.finished_reason is None]
         if len(keep) == len(self.reqs):
             return
         self.reqs = [self.reqs[i] for i in keep]
+        self._rows_changed()
         self.req_pool_indices = self.req_pool_indices[keep]
         self.seq_lens = self.seq_lens[keep]
         if not self.reqs:
@@ -470,6 +474,7 @@ class ScheduleBatch:
             if self.spec_info is not None:
                 self.spec_info.merge_batch(other.spec_info)
         self.reqs = self.reqs + other.reqs
+        self._rows_changed()
         self.req_pool_indices = np.concatenate([self.req_pool_indices, other.req_pool_indices])
         self.seq_lens = np.concatenate([self.seq_lens, other.seq_lens])
 

@@ -83,5 +83,5 @@ class PrefillAdder:
         return self.allocator.new_slots(np.array([req.kv_len]), np.array([req.prompt_end() + beyond]))
 
     def _future_tokens(self, req: Req) -> int:
-        left = min(req.max_new_tokens() - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
+        left = min(req.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
         return int(left * self.new_token_ratio) + self.decode_reserve

@@ -96,6 +96,9 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         # A speculative engine never decodes plainly.
         (self.draft_worker or self.tp_worker).init_cuda_graphs(self.graphs)
         self.graphs.capture_all()
+        self._inference_mode = (
+            torch.inference_mode()
+        )  # to make one for each step takes longer than to enter it
         self.reset()
 
     def _init_memory(self) -> None:
@@ -217,11 +220,11 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         while self.step():
             pass
 
-    @torch.inference_mode()
     def step(self) -> bool:
         """One iteration; False if there was nothing to run."""
         self.in_step = True
-        has_run = self._step()
+        with self._inference_mode:
+            has_run = self._step()
         self.in_step = False  # where a step breaks off, `reset` does this
         while self.pending_aborts:
             self.abort_req(self.pending_aborts.pop())
@@ -247,6 +250,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
     # ---- what runs next ----
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        self.running_batch.filter_batch()
         self._merge_last_prefill()
         batch = self.get_new_batch_prefill()
         if batch is None:
@@ -261,13 +265,11 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         last.filter_batch(
             [i for i, r in enumerate(last.reqs) if not r.finished() and r is not self.chunked_req]
         )
-        self.running_batch.filter_batch()
         self.running_batch.merge_batch(last)
 
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         if self.chunked_req is not None and self.chunked_req.finished():  # aborted between two chunks
             self.chunked_req = None
-        self.running_batch.filter_batch()
         free_rows = self.req_to_token_pool.available_size()
         if self.chunked_req is None and (not self.waiting_queue or free_rows == 0):
             return None
@@ -297,7 +299,6 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
     def update_running_batch(self) -> ScheduleBatch | None:
         """The requests that decode, after pushing back as many as a full pool demands."""
         batch = self.running_batch
-        batch.filter_batch()
         if batch.is_empty():
             return None
         multiplier = self.decode_mem_cache_buf_multiplier

@@ -39,6 +39,7 @@ class SchedulerOutputProcessorMixin:
     ) -> None:
         # A speculative worker has appended what it accepted, and checked for the end inside each run.
         if self.spec_algorithm.is_none():
+            batch.book_decode_slots()  # while the device works
             result = result.read()
             for i, req in enumerate(batch.reqs):
                 req.take(result, i)

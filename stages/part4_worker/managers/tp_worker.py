@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ _DECODE_INPUTS = (
     "out_cache_loc",
     "output_positions",
 )
+_decode_inputs = attrgetter(*_DECODE_INPUTS)
 
 
 @dataclass
@@ -42,13 +44,15 @@ class GenerationBatchResult:
     """
 
     next_token_ids: torch.Tensor | np.ndarray  # [bs, width]
-    is_finite: torch.Tensor | np.ndarray  # [bs] bool: the target's logits held no NaN or infinity
+    # [bs] bool: the target's logits held no NaN or infinity; a list on the host
+    is_finite: torch.Tensor | list[bool]
     # [bs, width] node of the tree, −1 behind the accepted
     accept_index: torch.Tensor | np.ndarray | None = None
     logprobs: LogprobRows | None = None  # rows: [bs · width]
     hidden_states: torch.Tensor | np.ndarray | None = None  # [bs · width, hidden] float32
     input_logprobs: LogprobRows | None = None  # rows as in ModelWorkerBatch.input_logprobs
     readback: Readback | None = field(default=None, repr=False)
+    tokens: list[list[int]] = field(default_factory=list)  # on the host: each request's tokens
 
     _PLAIN = ("next_token_ids", "is_finite", "accept_index", "hidden_states")
     _SCORED = ("logprobs", "input_logprobs")
@@ -68,7 +72,17 @@ class GenerationBatchResult:
         for n in self._SCORED:
             if getattr(self, n) is not None:
                 fields[n] = LogprobRows(*(next(arrays) for _ in LogprobRows._fields))
-        return replace(self, **fields)
+        result = GenerationBatchResult(**fields)
+        # Every request asks for its own: a list answers faster than an array.
+        result.is_finite = result.is_finite.tolist()
+        result.tokens = fields["next_token_ids"].tolist()
+        if self.accept_index is not None:
+            paths = fields["accept_index"].tolist()
+            result.tokens = [
+                row if path[-1] >= 0 else row[: path.index(-1)]
+                for row, path in zip(result.tokens, paths, strict=True)
+            ]
+        return result
 
 
 class TpModelWorker:
@@ -107,7 +121,7 @@ class TpModelWorker:
         return self._replay_decode(batch, size)
 
     def _replay_decode(self, batch: ModelWorkerBatch, size: int) -> GenerationBatchResult:
-        self._fill(size, [getattr(batch, name) for name in _DECODE_INPUTS])
+        self._fill(size, _decode_inputs(batch))
         if not batch.needs_logits and not batch.return_hidden_states:
             return self._replay_greedy(size)
         bs = len(batch.req_pool_indices)

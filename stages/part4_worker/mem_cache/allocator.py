@@ -23,8 +23,8 @@ class TokenToKVPoolAllocator:
         pages = self.size // self.page_size
         self._stack = np.arange(pages, 0, -1, dtype=np.int64)
         self._top = pages
-        self._is_free = np.ones(pages + 1, dtype=bool)
-        self._is_free[0] = False
+        # Page 0 and one behind the last stand as free for ever: nobody may give them back either.
+        self._is_free = np.ones(pages + 2, dtype=bool)
         self._frees = 0
 
     def available_size(self) -> int:
@@ -82,10 +82,12 @@ class TokenToKVPoolAllocator:
         if len(slots) == 0:
             return
         pages = slots if self.page_size == 1 else np.unique(slots // self.page_size)
-        if pages.min() <= 0 or pages.max() >= len(self._is_free):
-            raise RuntimeError(f"freed slots lie outside the pool of {self.size}: pages {pages.tolist()}")
-        if self._is_free[pages].any():
-            raise RuntimeError(f"pages freed twice: {pages[self._is_free[pages]].tolist()}")
+        is_free = self._is_free.take(pages, mode="clip")
+        if np.count_nonzero(is_free):  # several times as fast as any(), min() or max() on so few
+            wrong = pages[is_free]
+            if wrong.min() <= 0 or wrong.max() > self.size // self.page_size:
+                raise RuntimeError(f"freed slots lie outside the pool of {self.size}: pages {wrong.tolist()}")
+            raise RuntimeError(f"pages freed twice: {wrong.tolist()}")
         self._is_free[pages] = True
         self._stack[self._top : self._top + len(pages)] = pages
         self._top += len(pages)

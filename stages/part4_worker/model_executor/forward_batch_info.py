@@ -104,16 +104,18 @@ class ForwardBatch:
             "out_cache_loc": batch.out_cache_loc,
             "q_start_loc": q_start_loc,
             "output_positions": batch.output_positions,
-            "known_next_tokens": batch.known_next_tokens,
         }
+        if batch.forward_mode.is_extend():
+            named["known_next_tokens"] = batch.known_next_tokens
+            table = np.zeros_like(counts), batch.table_slots, batch.seq_lens
+        else:
+            table = batch.prefix_lens, batch.out_cache_loc[:, None], counts
         logprob = batch.input_logprobs
         extra = [] if logprob is None else [logprob.rows, logprob.targets, logprob.token_ids]
         tensors = upload(
             model_runner.device,
             *named.values(),
-            batch.table_start,
-            batch.table_slots,
-            batch.table_lens,
+            *table,
             q_start_loc[1:] - 1,
             *extra,
         )

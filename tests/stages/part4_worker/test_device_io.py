@@ -121,6 +121,13 @@ def test_the_same_memory_is_used_again_for_the_same_shapes():
     assert readback.wait()[0].tolist() == list(range(9))
 
 
+def test_another_dtype_of_as_many_bytes_is_another_shape():
+    readback = Readback()
+    readback.copy(torch.tensor([1, 2]))
+    readback.copy(torch.tensor([1.5, 2.5, 3.5, 4.5]))
+    assert readback.wait()[0].tolist() == [1.5, 2.5, 3.5, 4.5]
+
+
 def test_only_waiting_counts(counted):
     readback = Readback()
     readback.copy(torch.arange(3))

@@ -149,6 +149,18 @@ def test_slots_outside_the_pool_cannot_be_freed(slot):
         allocator.free(np.array([slot]))
 
 
+def test_single_slots_are_taken_whole_or_not_at_all():
+    allocator = TokenToKVPoolAllocator(8, 1)
+    first, state = allocator.alloc(5), allocator.backup_state()
+    assert allocator.alloc(4) is None and allocator.available_size() == 3
+    scratch = allocator.alloc(3)
+    allocator.restore_state(state)
+    second = allocator.alloc(3)
+    assert second.tolist() == scratch.tolist() and sorted([*first, *second]) == list(range(1, 9))
+    allocator.free(first)
+    assert sorted(allocator.alloc(5)) == sorted(first)
+
+
 def test_restore_after_a_free_raises():
     """What was freed in between lies above the old top: restoring would hand it out twice."""
     allocator = TokenToKVPoolAllocator(8, 1)
