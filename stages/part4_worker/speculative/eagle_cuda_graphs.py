@@ -51,7 +51,7 @@ class EagleCudaGraphs:
     def _capture(self, size: int) -> None:
         worker, n = self.worker, self.worker.speculative_num_draft_tokens
         running = copy.deepcopy(self.draft_input)  # on a CPU a size is prepared while requests run
-        shapes = [(size,)] * 3 + [(size, worker.draft_slots_per_req()), (size, n)]
+        shapes = [(size,)] * 3 + [(size, worker.draft_slots_per_req()), (size, n), (size,)]
         buffer = self.inputs[size] = PackedBuffer(worker.device, shapes)
         step = EagleStep(*buffer.device)
         verify_input = self.graphs.capture(("draft", size), partial(self._draft, buffer, step))

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..packed import empty_side_by_side
 from .launch import begin, dependent, row_strided, wait_for_inputs
 from .topk import NO_KEY, select, sort_keys
 
@@ -68,8 +69,8 @@ def linear_topk(x: torch.Tensor, weight: torch.Tensor, k: int) -> tuple[torch.Te
     """See the native twin."""
     rows, width = x.shape
     vocab = len(weight)
-    values = torch.empty(rows, k, dtype=torch.float32, device=x.device)
-    indices = torch.empty(rows, k, dtype=torch.int64, device=x.device)
+    # Side by side: in greedy decoding they are what the host reads.
+    indices, values = empty_side_by_side(x.device, ((rows, k), torch.int64), ((rows, k), torch.float32))
     if rows == 0:
         return values, indices
     x = row_strided(x)
