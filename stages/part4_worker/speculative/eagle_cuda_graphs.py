@@ -76,7 +76,8 @@ class EagleCudaGraphs:
         return output
 
     def _draft_extend(self, step: EagleStep, output: EagleVerifyOutput) -> None:
-        self.draft_input.copy_(self.worker.draft_extend_forward(step, output))
+        static = self.draft_input.rows(len(step.seq_lens))
+        self.draft_input.copy_(self.worker.draft_extend_forward(step, output, static))
 
     # ---- one round ----
 

@@ -46,10 +46,11 @@ class EagleDraftInput:
         return EagleDraftInput(*(getattr(self, name)[:count] for name in self._ROWS))
 
     def copy_(self, other: EagleDraftInput) -> None:
-        """Overwrite the first rows with those of `other`."""
+        """Overwrite the first rows with those of `other`, unless that is where they were written."""
         for name in self._ROWS:
-            rows = getattr(other, name)
-            getattr(self, name)[: len(rows)].copy_(rows)
+            mine, rows = getattr(self, name), getattr(other, name)
+            if rows.data_ptr() != mine.data_ptr():
+                mine[: len(rows)].copy_(rows)
 
     def merge_batch(self, other: EagleDraftInput) -> None:
         for name in self._ROWS:

@@ -13,13 +13,12 @@ for is the end of the verification only, so it works while the draft extend runs
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..configs.model_config import ModelConfig
+from ..configs.model_config import draft_config
 from ..kernels.tree_types import AcceptedPaths
 from ..layers.dp_attention import GlobalStep
 from ..layers.logits_processor import LogitsProcessorOutput
@@ -60,7 +59,8 @@ class EAGLEWorker(TpModelWorker):
                 f"speculative_eagle_topk={self.topk} is more than the vocabulary's {vocab_size} tokens: "
                 "lower it"
             )
-        super().__init__(server_args, _draft_config(server_args, target_worker.model_config))
+        config = draft_config(server_args.speculative_draft_model_path, target_worker.model_config)
+        super().__init__(server_args, config)
         self.draft_model_runner.model.set_embed_and_head(
             *target_worker.model_runner.model.get_embed_and_head()
         )
@@ -232,15 +232,15 @@ class EAGLEWorker(TpModelWorker):
         beams = tree.beams
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
-            input_ids=beams.input_ids.flatten(),
-            positions=positions,
             req_pool_indices=step.req_pool_indices,
             prefix_lens=step.seq_lens,
-            seq_lens=kv_lens,
-            out_cache_loc=out_cache_loc,
             q_start_loc=self.first_rows(len(step.seq_lens), self.topk),
             max_q_len=self.topk,
             attn_backend=self.draft_model_runner.attn_backend,
+            input_ids=beams.input_ids.flatten(),
+            positions=positions,
+            seq_lens=kv_lens,
+            out_cache_loc=out_cache_loc,
             seq_lens_cpu=step.planned(self.draft_slots_per_req()),
             attn_metadata=plan,
             tree_mask=beams.ancestors,
@@ -280,15 +280,15 @@ class EAGLEWorker(TpModelWorker):
         target = self.target_worker.model_runner
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
-            input_ids=verify_input.draft_token.flatten(),
-            positions=verify_input.positions,
             req_pool_indices=step.req_pool_indices,
             prefix_lens=step.seq_lens,
-            seq_lens=step.verify_lens,
-            out_cache_loc=step.verify_slots.flatten(),
             q_start_loc=self.first_rows(len(step.seq_lens), n),
             max_q_len=n,
             attn_backend=target.attn_backend,
+            input_ids=verify_input.draft_token.flatten(),
+            positions=verify_input.positions,
+            seq_lens=step.verify_lens,
+            out_cache_loc=step.verify_slots.flatten(),
             seq_lens_cpu=step.planned(n),
             tree_mask=verify_input.tree_mask,
             capture_hidden_mode=CaptureHiddenMode.FULL,
@@ -358,8 +358,10 @@ class EAGLEWorker(TpModelWorker):
         else:
             batch.spec_info = self.draft_extend_forward(verify_input.step, output)
 
-    def draft_extend_forward(self, step: EagleStep, output: EagleVerifyOutput) -> EagleDraftInput:
-        """The device's part of the draft extend.
+    def draft_extend_forward(
+        self, step: EagleStep, output: EagleVerifyOutput, out: EagleDraftInput | None = None
+    ) -> EagleDraftInput:
+        """The device's part of the draft extend; what the model computes is written to `out`, if given.
 
         Every request gets `width` rows, whatever it accepted, so that nothing has to be read back;
         rows behind its path write to the padding slot and are seen by nobody.
@@ -367,19 +369,20 @@ class EAGLEWorker(TpModelWorker):
         width, paths = self.max_path + 1, output.paths
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.DRAFT_EXTEND,
-            input_ids=paths.tokens.flatten(),
-            positions=paths.positions,
             req_pool_indices=step.req_pool_indices,
             prefix_lens=step.seq_lens,
-            seq_lens=paths.kv_lens,
-            out_cache_loc=paths.slots,
             q_start_loc=self.first_rows(len(step.seq_lens), width),
             max_q_len=width,
             attn_backend=self.draft_model_runner.attn_backend,
+            input_ids=paths.tokens.flatten(),
+            positions=paths.positions,
+            seq_lens=paths.kv_lens,
+            out_cache_loc=paths.slots,
             seq_lens_cpu=step.planned(width),
             last_rows=paths.last_rows,
             capture_hidden_mode=CaptureHiddenMode.LAST,
             topk=self.topk,
+            output=out and LogitsProcessorOutput(None, out.topk_p, out.topk_index, out.hidden_states),
             spec_info=EagleDraftInput(output.hidden_states, hidden_rows=paths.rows),
             dp_rows=step.global_step.draft_extend_rows,
         )
@@ -413,22 +416,3 @@ class EAGLEWorker(TpModelWorker):
         top_num, token_ids = batch.logprob_shape()
         (token_ids,) = upload(self.device, token_ids.repeat(self.max_path + 1, axis=0))
         return gather_logprobs(logits[paths.rows], paths.tokens.flatten(), top_num, token_ids, self.kernels)
-
-
-def _draft_config(server_args: ServerArgs, target: ModelConfig) -> ModelConfig:
-    """The head's config, read as the target needs it.
-
-    Raises:
-        ValueError: the head was made for another target.
-    """
-    config = ModelConfig.from_path(
-        server_args.speculative_draft_model_path, target.context_len, is_draft_model=True
-    )
-    for name, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
-        own, wanted = getattr(config, name), getattr(target, name)
-        if own != wanted:
-            raise ValueError(
-                f"the draft head {config.path} has {what} {own}, the target {target.path} {wanted}: "
-                "a head works only with the target it was trained for"
-            )
-    return dataclasses.replace(config, torch_dtype=target.torch_dtype)

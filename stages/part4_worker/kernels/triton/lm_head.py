@@ -65,14 +65,20 @@ def _lm_head_topk_kernel(
         key = tl.where(key == best[:, None], NO_KEY, key)
 
 
-def linear_topk(x: torch.Tensor, weight: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def linear_topk(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    k: int,
+    probs: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See the native twin."""
     rows, width = x.shape
     vocab = len(weight)
-    # Side by side: in greedy decoding they are what the host reads.
-    indices, values = empty_side_by_side(x.device, ((rows, k), torch.int64), ((rows, k), torch.float32))
+    if probs is None:  # side by side: in greedy decoding they are what the host reads
+        ids, probs = empty_side_by_side(x.device, ((rows, k), torch.int64), ((rows, k), torch.float32))
     if rows == 0:
-        return values, indices
+        return probs, ids
     x = row_strided(x)
     exact = x.dtype == torch.float32
     block_m = next((size for size in (16, 32) if rows <= size), 32 if exact else 64)
@@ -99,4 +105,4 @@ def linear_topk(x: torch.Tensor, weight: torch.Tensor, k: int) -> tuple[torch.Te
         num_warps=4,
         **dependent(x),
     )
-    return select(x, keys, maxima, sums, values, indices, blocks, softmax=True)
+    return select(x, keys, maxima, sums, probs, ids, blocks, softmax=True)
