@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from stages.part4_worker.kernels.tree_types import Beams, Candidates
 from stages.part4_worker.kernels.triton import fused_linear
 
 pytestmark = pytest.mark.gpu
@@ -39,24 +40,43 @@ class Round:
         self.last = torch.randint(-2, 3, (rows, HIDDEN)).to(device, dtype)
         self.angles = torch.rand(128, DIM, device=device)
         self.pool = normal(2, SLOTS, KV_HEADS, DIM)
-        self.table = torch.zeros(bs, 128, dtype=torch.int32, device=device)
+        self.table = torch.zeros(bs, 256, dtype=torch.int32, device=device)
         self.requests = torch.arange(bs, device=device)
         self.prefixes = numbers([20 + b for b in range(bs)])
         self.slots = torch.arange(1, SLOTS, device=device)[: bs * 64].view(bs, 64)
         self.zeros = torch.zeros_like(self.requests)
         self.starts = torch.arange(bs + 1, device=device) * N
         self.kv_indptr = torch.cat([self.zeros[:1], (self.prefixes + N).cumsum(0)]).int()
-        self.scores = torch.rand(bs, TOPK + TOPK * TOPK * 2, device=device)
-        self.parents = numbers([[-1, *range(TOPK), *range(TOPK, 2 * TOPK)]] * bs)
+        # Three levels of a draft.
+        self.proposed_p = torch.rand(2, bs * TOPK, TOPK, device=device)
+        self.proposed_ids = torch.randint(0, VOCAB, (2, bs * TOPK, TOPK), device=device)
+        self.draft_slots = torch.arange(1, SLOTS, device=device)[-bs * 2 * TOPK :].view(bs, 2 * TOPK)
+        self.column_bits = numbers([[1 << column] for column in range(2 * TOPK)])
         self.logits = torch.randn(rows, VOCAB, device=device)
         self.seeds = torch.arange(bs, device=device) + 100
 
     def __call__(self, kernels):
         """Every function of the set; returns what they return, and what they wrote."""
         kernels.assign_req_to_token(self.table, self.requests, self.zeros, self.slots, self.zeros + 64)
-        selected = kernels.top_k(self.scores, N - 1)[1].sort(-1).values
-        tree = kernels.build_tree(selected, self.parents, TOPK, self.prefixes)
-        mask, positions, *links = tree
+        levels = kernels.assign_draft_cache_locs(
+            self.table, self.requests, self.prefixes + 64, self.draft_slots, TOPK
+        )
+        candidates = Candidates(
+            torch.empty(self.bs, TOPK + 2 * TOPK * TOPK, device=self.device),
+            self.proposed_ids.new_empty(self.bs, TOPK + 2 * TOPK * TOPK),
+            self.proposed_ids.new_empty(self.bs, 1 + 2 * TOPK),
+        )
+        request_of_beam = self.requests[:, None].expand(-1, TOPK)
+        first_p, first_ids = self.proposed_p[0, : self.bs], self.proposed_ids[0, : self.bs]
+        ancestors = self.column_bits[:TOPK].expand(self.bs, -1, -1)
+        beams = Beams(first_p, first_ids, request_of_beam, ancestors)
+        proposals = list(zip(self.proposed_p, self.proposed_ids, strict=True))
+        beams = kernels.grow_tree(candidates, 1, beams, *proposals[0], self.column_bits[TOPK:])
+        tree = kernels.build_tree(candidates, 2, beams, *proposals[1], self.requests, self.prefixes, N)
+        _, mask, positions, *links = tree
+        paired = kernels.embed_with_hidden(
+            beams.input_ids.flatten(), self.head, self.last, beams.hidden_rows.flatten()
+        )
         columns = self.prefixes.unsqueeze(1) + torch.arange(N, device=self.device)
         loc = self.slots.gather(1, columns).flatten()
         fused = (self.qkv, self.qkv_bias, positions, self.angles, self.pool[0], self.pool[1], loc)
@@ -82,17 +102,18 @@ class Round:
         kernels.create_custom_mask(mask, self.prefixes, self.kv_indptr, custom_mask, 128)
         probs, ids = kernels.topk_softmax(self.logits, TOPK)
         targets = kernels.argmax(self.logits).view(self.bs, N)
-        candidates = ids[:, 0].view(self.bs, N).roll(1, dims=1)
+        guesses = ids[:, 0].view(self.bs, N).roll(1, dims=1)
         full = torch.softmax(self.logits * 3, -1)
-        greedy = kernels.verify_tree_greedy(candidates, targets, *links, STEPS)
+        known = (*links, loc.view(self.bs, N), self.prefixes, self.logits.sum(-1))
+        greedy = kernels.verify_tree_greedy(guesses, targets, *known, STEPS)
         sampled = kernels.tree_speculative_sampling_target_only(
-            candidates, full.view(self.bs, N, VOCAB), *links, self.seeds, self.prefixes, STEPS
+            guesses, full.view(self.bs, N, VOCAB), *known, self.seeds, self.prefixes, STEPS
         )
         numbers = kernels.philox_uniform(self.seeds, self.prefixes, 0)
         drawn = kernels.sample_from_probs(full[::N], self.seeds, self.prefixes)
         return [
             q, k, v, attended, x, gated, out, normed, silu, again, *likely, exact, probs, ids, *tree, *greedy,
-            *sampled, numbers, drawn, kv_indices, custom_mask,
+            *sampled, numbers, drawn, kv_indices, custom_mask, *levels, *candidates, *beams, paired,
         ]  # fmt: skip
 
 

@@ -96,3 +96,12 @@ def test_large_logits_do_not_overflow(kernels, device):
 def test_no_rows(kernels, device):
     probs, ids = kernels.linear_topk(torch.empty(0, 8, device=device), head(20, 8, device), 4)
     assert probs.shape == ids.shape == (0, 4)
+
+
+def test_results_go_where_they_are_wanted(kernels, device):
+    x, weight = numbers(3, 8, device), head(300, 8, device)
+    expected = kernels.linear_topk(x, weight, 4)
+    places = (torch.empty(3, 4, device=device), torch.empty(3, 4, dtype=torch.int64, device=device))
+    results = kernels.linear_topk(x, weight, 4, *places)
+    for result, place, value in zip(results, places, expected, strict=True):
+        assert result.data_ptr() == place.data_ptr() and torch.equal(place, value)

@@ -49,27 +49,44 @@ def batches(draw, vocab):
     return forest, tokens
 
 
-def links(forest, device):
-    n = forest[0].n
-    index = torch.arange(len(forest) * n, device=device).view(-1, n)
+def links(forest, device, spoilt=()):
+    """The links of the trees, then slots, positions and checks that tell every row from every other.
+
+    The checks of `spoilt` rows are not finite.
+    """
+    bs, n = len(forest), forest[0].n
+    index = torch.arange(bs * n, device=device).view(bs, n)
+    checks = index.flatten().float() - 2
+    for number, row in enumerate(spoilt):
+        checks[row] = (float("nan"), float("inf"), -float("inf"))[number % 3]
     return (
         index,
         torch.tensor([t.first for t in forest], device=device),
         torch.tensor([t.sibling for t in forest], device=device),
+        1000 + 3 * index,
+        50 + 7 * torch.arange(bs, device=device),
+        checks,
     )
 
 
-def check(result, paths, emitted, n, num_steps):
-    """paths: visited rows of each request; emitted: one token for each of them."""
-    predict, accept_index, accept_length = (t.tolist() for t in result)
-    expected = [0] * (len(paths) * n)
+def check(result, paths, emitted, n, num_steps, spoilt=()):
+    """paths: visited rows of each request; emitted: one token for each of them; the rest as links says."""
+    width = num_steps + 1
+    for name, value in result._asdict().items():
+        assert value.dtype == (torch.float32 if name == "is_finite" else torch.int64), name
+    got = {name: value.tolist() for name, value in result._asdict().items()}
     for b, path in enumerate(paths):
-        for row, token in zip(path, emitted[b], strict=True):
-            expected[b * n + row] = token
-        padding = [-1] * (num_steps + 1 - len(path))
-        assert accept_index[b] == [b * n + row for row in path] + padding
-        assert accept_length[b] == len(path) - 1
-    assert predict == expected
+        behind, flat = width - len(path), slice(b * width, (b + 1) * width)
+        numbers = [b * n + row for row in path]
+        assert got["tokens"][b] == emitted[b] + [0] * behind
+        assert got["nodes"][b] == path + [-1] * behind
+        assert got["rows"][flat] == numbers + [0] * behind
+        assert got["slots"][flat] == [1000 + 3 * number for number in numbers] + [0] * behind
+        assert got["positions"][flat] == [50 + 7 * b + j for j in range(width)]
+        assert got["lens"][b] == len(path) and got["kv_lens"][b] == 50 + 7 * b + len(path)
+        assert got["last_rows"][b] == b * width + len(path) - 1
+        assert got["verified_id"][b] == emitted[b][-1]
+        assert math.isnan(got["is_finite"][b]) if {*numbers} & {*spoilt} else got["is_finite"][b] == 0
 
 
 def greedy_oracle(tree, tokens, targets, row, levels):
@@ -91,10 +108,12 @@ def test_greedy(kernels, device, data):
         for tree, ids in zip(forest, tokens, strict=True)
     ]
     candidates, target_predict = (torch.tensor(t, device=device) for t in (tokens, targets))
-    result = kernels.verify_tree_greedy(candidates, target_predict, *links(forest, device), num_steps)
+    spoilt = data.draw(st.lists(st.integers(0, len(forest) * n - 1), max_size=3, unique=True))
+    known = links(forest, device, spoilt)
+    result = kernels.verify_tree_greedy(candidates, target_predict, *known, num_steps)
     paths = [greedy_oracle(*each, 0, num_steps) for each in zip(forest, tokens, targets, strict=True)]
     emitted = [[targets[b][row] for row in path] for b, path in enumerate(paths)]
-    check(result, paths, emitted, n, num_steps)
+    check(result, paths, emitted, n, num_steps, spoilt)
 
 
 def sampling_oracle(tree, tokens, probs, coins, draws, row, depth, num_steps, single, acc):
@@ -168,7 +187,7 @@ def test_one_hot_rows_verify_as_greedy_does(kernels, device):
     sampled = kernels.tree_speculative_sampling_target_only(
         tokens.to(device), probs.to(device), *links(forest, device), seeds, seeds, 4
     )
-    assert greedy[2].tolist()[:3] == [4, 2, 0]
+    assert greedy.lens.tolist()[:3] == [5, 3, 1]
     for first, second in zip(greedy, sampled, strict=True):
         assert torch.equal(first, second)
 
@@ -183,9 +202,9 @@ def test_when_rounding_leaves_nothing_a_possible_token_is_drawn(kernels, native,
     for seed in range(12):
         number = torch.tensor([seed], device=device)
         coin = float(native.philox_uniform(number, number, USE_ACCEPT))
-        predict, _, length = kernels.tree_speculative_sampling_target_only(*arguments, number, number, 1)
-        assert int(length) == (coin < 0.5)
-        drawn.add(int(predict[0]))
+        paths = kernels.tree_speculative_sampling_target_only(*arguments, number, number, 1)
+        assert int(paths.lens) == 1 + (coin < 0.5)
+        drawn.add(int(paths.tokens[0, 0]))
     assert drawn == {1, 2}
 
 
@@ -197,11 +216,11 @@ def test_at_the_deepest_level_nothing_is_left_out(kernels, device):
     probs[:, 2, :3] = torch.tensor([0.2, 0.4, 0.4], device=device)
     candidates = torch.tensor([[0, 1, 2, 2]] * 24, device=device)
     seeds = torch.arange(24, device=device)
-    predict, accept_index, _ = kernels.tree_speculative_sampling_target_only(
+    paths = kernels.tree_speculative_sampling_target_only(
         candidates, probs, *links(tree, device), seeds, seeds, 1
     )
-    assert (accept_index[:, 1] % 4).tolist() == [2] * 24
-    assert set(predict.view(24, 4)[:, 2].tolist()) == {0, 1, 2}
+    assert paths.nodes[:, 1].tolist() == [2] * 24
+    assert set(paths.tokens[:, 1].tolist()) == {0, 1, 2}
 
 
 def test_stale_links_of_padded_requests_end(kernels, device):
@@ -209,9 +228,10 @@ def test_stale_links_of_padded_requests_end(kernels, device):
     probs = torch.full((2, 4, 3), 1 / 3, device=device)
     seeds = torch.zeros(2, dtype=torch.int64, device=device)
     for target in (0, 1):
-        result = kernels.verify_tree_greedy(zeros, zeros + target, zeros, zeros, zeros, 3)
-        assert [t.shape for t in result] == [(8,), (2, 4), (2,)]
-    kernels.tree_speculative_sampling_target_only(zeros, probs, zeros, zeros, zeros, seeds, seeds, 3)
+        known = (zeros, zeros, zeros, zeros, seeds, torch.zeros(8, device=device))
+        result = kernels.verify_tree_greedy(zeros, zeros + target, *known, 3)
+        assert result.tokens.shape == result.nodes.shape == (2, 4) and result.lens.shape == (2,)
+    kernels.tree_speculative_sampling_target_only(zeros, probs, *known, seeds, seeds, 3)
 
 
 # A toy target: the law of the next token depends on the last one.
@@ -234,14 +254,13 @@ def first_two_tokens(kernels, device, count, tree, tokens):
     seeds = torch.arange(count, device=device)
     positions = torch.full((count,), 5, device=device)
     candidates = torch.tensor([tokens] * count, device=device)
-    predict, accept_index, length = kernels.tree_speculative_sampling_target_only(
+    paths = kernels.tree_speculative_sampling_target_only(
         candidates, probs, *links([tree] * count, device), seeds, positions, 2
     )
-    first = predict[accept_index[:, 0]]
-    second = predict[accept_index[:, 1].clamp(min=0)]
+    first, second = paths.tokens[:, :2].unbind(1)
     # Where only one token came out, the next round samples the second from what follows the first.
     following = kernels.sample_from_probs(law.to(device)[first], seeds, positions + 1)
-    second = torch.where(length == 0, following, second)
+    second = torch.where(paths.lens == 1, following, second)
     return torch.bincount((first * 3 + second).cpu(), minlength=9).view(3, 3).numpy()
 
 
@@ -283,7 +302,7 @@ def test_the_same_request_is_verified_alike_in_any_company(kernels, device):
 
     def run(order):
         order = torch.tensor(order, device=device)
-        predict, _, length = kernels.tree_speculative_sampling_target_only(
+        paths = kernels.tree_speculative_sampling_target_only(
             candidates[order],
             probs[order],
             *links([tree] * len(order), device),
@@ -291,7 +310,7 @@ def test_the_same_request_is_verified_alike_in_any_company(kernels, device):
             positions[order],
             2,
         )
-        return list(itertools.chain(predict.view(-1, 5).tolist(), length.tolist()))
+        return list(itertools.chain(paths.tokens.tolist(), paths.lens.tolist()))
 
     whole = run([0, 1, 2, 3])
     for b in range(4):

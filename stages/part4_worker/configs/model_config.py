@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,23 @@ class ModelConfig:
             torch_dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32"),
             fc_bias=raw["bias"] if "bias" in raw else _has_tensor(path, "fc.bias"),
         )
+
+
+def draft_config(path: str, target: ModelConfig) -> ModelConfig:
+    """A draft head's config, read as its target needs it.
+
+    Raises:
+        ValueError: the head was made for another target.
+    """
+    config = ModelConfig.from_path(path, target.context_len, is_draft_model=True)
+    for name, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
+        own, wanted = getattr(config, name), getattr(target, name)
+        if own != wanted:
+            raise ValueError(
+                f"the draft head {config.path} has {what} {own}, the target {target.path} {wanted}: "
+                "a head works only with the target it was trained for"
+            )
+    return replace(config, torch_dtype=target.torch_dtype)
 
 
 def _generation_config(path: Path) -> dict:

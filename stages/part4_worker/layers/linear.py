@@ -96,3 +96,18 @@ class QKVLinear(MergedLinear):
             *kv_buffer,
             out_cache_loc,
         )
+
+
+class FusedInputLinear(MergedLinear):
+    """W [embedding of a token, a hidden state]: the two things an EAGLE head reads, made one."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        embed_tokens: torch.Tensor,
+        hidden_states: torch.Tensor,
+        hidden_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """input_ids [rows] → [rows, hidden]; hidden_states [any, hidden], row hidden_rows[i] for token i."""
+        fused = self.kernels.embed_with_hidden(input_ids, embed_tokens, hidden_states, hidden_rows)
+        return super().forward(fused)

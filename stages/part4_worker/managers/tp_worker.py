@@ -44,7 +44,8 @@ class GenerationBatchResult:
     """
 
     next_token_ids: torch.Tensor | np.ndarray  # [bs, width]
-    # [bs] bool: the target's logits held no NaN or infinity; a list on the host
+    # [bs] on the device a number that is finite only where the target's logits held no NaN or infinity; on the
+    # host a list of bool
     is_finite: torch.Tensor | list[bool]
     # [bs, width] node of the tree, −1 behind the accepted
     accept_index: torch.Tensor | np.ndarray | None = None
@@ -74,7 +75,7 @@ class GenerationBatchResult:
                 fields[n] = LogprobRows(*(next(arrays) for _ in LogprobRows._fields))
         result = GenerationBatchResult(**fields)
         # Every request asks for its own: a list answers faster than an array.
-        result.is_finite = result.is_finite.tolist()
+        result.is_finite = np.isfinite(result.is_finite).tolist()
         result.tokens = fields["next_token_ids"].tolist()
         if self.accept_index is not None:
             paths = fields["accept_index"].tolist()
@@ -95,6 +96,14 @@ class TpModelWorker:
         self.device = self.model_runner.device
         self.kernels = self.model_runner.kernels
         self.sampler = Sampler(self.kernels)
+        self._first_rows: dict[int, torch.Tensor] = {}
+
+    def first_rows(self, bs: int, width: int) -> torch.Tensor:
+        """The first row of each request where every request has `width` rows, [bs + 1]; made only once."""
+        if width not in self._first_rows:
+            end = (self.server_args.max_running_requests + 1) * width
+            self._first_rows[width] = torch.arange(0, end, width, device=self.device)
+        return self._first_rows[width][: bs + 1]
 
     def init_memory_pool(self, req_to_token_pool: ReqToTokenPool, allocator: TokenToKVPoolAllocator) -> None:
         """Take the shared table and slot numbers; allocate this model's own KV tensors."""
@@ -143,8 +152,7 @@ class TpModelWorker:
 
     def _decode_greedily(self, buffer: PackedBuffer, readback: Readback) -> GenerationBatchResult:
         _, output = self._decode(buffer, topk=1)
-        is_finite = torch.isfinite(output.topk_p[:, 0])
-        return GenerationBatchResult(output.topk_index, is_finite).start_read(readback)
+        return GenerationBatchResult(output.topk_index, output.topk_p[:, 0]).start_read(readback)
 
     def _decode_logits(self, buffer: PackedBuffer) -> tuple[torch.Tensor, LogitsProcessorOutput]:
         output_positions, output = self._decode(buffer, topk=None)
@@ -162,12 +170,11 @@ class TpModelWorker:
             fields["req_pool_indices"],
             fields["prefix_lens"],
             fields["out_cache_loc"][:, None],
-            torch.ones_like(fields["seq_lens"]),
         )
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             positions=fields["prefix_lens"],
-            q_start_loc=torch.arange(bs + 1, device=self.device),
+            q_start_loc=self.first_rows(bs, 1),
             max_q_len=1,
             attn_backend=self.model_runner.attn_backend,
             capture_hidden_mode=CaptureHiddenMode.LAST,
@@ -206,11 +213,11 @@ class TpModelWorker:
         """One token per request, unless it is `known` (≥ 0); `output` has a row for each request."""
         info, logits = batch.sampling_info, output.next_token_logits  # [bs, vocab]
         if logits is None:
-            next_token_ids, is_finite = output.topk_index[:, 0], torch.isfinite(output.topk_p[:, 0])
+            next_token_ids, is_finite = output.topk_index[:, 0], output.topk_p[:, 0]
         else:
             biased = info.apply_logits_bias(logits, output_positions, row_to_req=None)
             next_token_ids = self.sampler.forward(biased, info, output_positions)
-            is_finite = torch.isfinite(logits.sum(-1))
+            is_finite = logits.sum(-1)
         is_new = torch.ones_like(next_token_ids)
         if known is not None:
             is_new = (known < 0).long()

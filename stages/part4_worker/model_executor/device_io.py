@@ -8,12 +8,16 @@ reads from the device but torch_native, the reference, so `counts` tells how oft
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 counts = {"uploads": 0, "downloads": 0}
+
+_MAX_GAP = 16  # bytes between two tensors that are copied as one stretch
 
 
 def _padded(count: int) -> int:
@@ -50,33 +54,34 @@ class Readback:
     """
 
     def __init__(self) -> None:
-        self._like: list[tuple[torch.dtype, torch.Size]] = []
+        self._like: list[_Part] = []
         self._host: torch.Tensor | None = None
         self._arrays: list[np.ndarray] = []  # what `_host` holds
         self._event: torch.cuda.Event | None = None  # None on a CPU, where a copy is done at once
 
     def copy(self, *tensors: torch.Tensor) -> None:
-        """bfloat16 has no numpy counterpart: convert to float32 before."""
-        packed = torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors])
-        like = [(t.dtype, t.shape) for t in tensors]
+        """bfloat16 has no numpy counterpart: convert to float32 before.
+
+        Tensors that lie side by side in memory already (kernels/packed.py) are not gathered first.
+        """
+        packed, like = _stretch(tensors) or _gathered(tensors)
         if like != self._like:
             self._make_room(packed, like)
         self._host.copy_(packed, non_blocking=True)
         if packed.is_cuda and not torch.cuda.is_current_stream_capturing():
             self.launched()
 
-    def _make_room(self, packed: torch.Tensor, like: list[tuple[torch.dtype, torch.Size]]) -> None:
+    def _make_room(self, packed: torch.Tensor, like: list[_Part]) -> None:
         self._like = like
         self._host = torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda)
         self._event = torch.cuda.Event() if packed.is_cuda else None
         # Made here and not in `wait`, where a call of torch for each tensor would cost more than the copy.
         # numpy's views, unlike torch's, need not be aligned for a wider dtype.
-        raw, start = self._host.numpy(), 0
-        self._arrays = []
-        for dtype, shape in like:
-            numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
-            self._arrays.append(np.ndarray(shape, numpy_dtype, buffer=raw, offset=start))
-            start += self._arrays[-1].nbytes
+        raw = self._host.numpy()
+        self._arrays = [
+            np.ndarray(part.shape, torch.empty(0, dtype=part.dtype).numpy().dtype, raw, part.start)
+            for part in like
+        ]
 
     def launched(self) -> None:
         """Mark where on the device's stream the copy is done."""
@@ -89,6 +94,35 @@ class Readback:
         if self._event is not None:
             self._event.synchronize()
         return [array.copy() for array in self._arrays]  # the next `copy` overwrites what is there
+
+
+class _Part(NamedTuple):
+    """A tensor in a copy of several: its first byte, and what it is."""
+
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def _gathered(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, list[_Part]]:
+    """All bytes in a new tensor, and where in it each of `tensors` is."""
+    packed = torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors])
+    starts = itertools.accumulate((t.nbytes for t in tensors), initial=0)
+    return packed, [_Part(start, t.dtype, t.shape) for start, t in zip(starts, tensors, strict=False)]
+
+
+def _stretch(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, list[_Part]] | None:
+    """The same without a kernel, if `tensors` lie in one piece of memory with hardly anything in between."""
+    memory = tensors[0].untyped_storage()
+    if any(t.untyped_storage().data_ptr() != memory.data_ptr() or not t.is_contiguous() for t in tensors):
+        return None
+    starts = [t.data_ptr() - memory.data_ptr() for t in tensors]
+    first, last = min(starts), max(start + t.nbytes for start, t in zip(starts, tensors, strict=True))
+    if last - first > sum(t.nbytes + _MAX_GAP for t in tensors):
+        return None
+    whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+    parts = [_Part(start - first, t.dtype, t.shape) for start, t in zip(starts, tensors, strict=True)]
+    return whole[first:last], parts
 
 
 def download(*tensors: torch.Tensor) -> list[np.ndarray]:

@@ -32,6 +32,7 @@ class HiddenStates(NamedTuple):
     """What a draft model takes of its `spec_info`."""
 
     hidden_states: torch.Tensor  # [rows, hidden]
+    hidden_rows: torch.Tensor | None = None  # which of them goes with each row; None: its own
 
 
 class ExtendCudaGraphs:

@@ -17,6 +17,7 @@ from .device_io import upload
 
 if TYPE_CHECKING:
     from ..layers.attention.base_backend import AttentionBackend
+    from ..layers.logits_processor import LogitsProcessorOutput
     from ..managers.schedule_batch import ModelWorkerBatch
     from .model_runner import ModelRunner
 
@@ -78,6 +79,8 @@ class ForwardBatch:
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
     # The k likeliest tokens of each row are all that is wanted, instead of its logits: 1 for greedy decoding.
     topk: int | None = None
+    # Where the likeliest tokens and the hidden states of `last_rows` are written; None: to new tensors.
+    output: LogitsProcessorOutput | None = None
     input_logprobs: LogprobRequest | None = None
     spec_info: Any = None  # its `hidden_states` [rows, hidden] feed a draft model
     attn_metadata: Any = field(default=None, repr=False)  # planned once per forward by the backend

@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..configs.model_config import ModelConfig
-from ..layers.linear import MergedLinear
+from ..layers.linear import FusedInputLinear
 from ..layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from ..layers.rotary_embedding import RotaryEmbedding
 from ..model_executor.forward_batch_info import ForwardBatch
@@ -28,7 +27,7 @@ class LlamaForCausalLMEagle(nn.Module):
     def __init__(self, config: ModelConfig, kernels: Any):
         super().__init__()
         hidden = config.hidden_size
-        self.fc = MergedLinear(2 * hidden, {"fc": hidden}, config.fc_bias, kernels)
+        self.fc = FusedInputLinear(2 * hidden, {"fc": hidden}, config.fc_bias, kernels)
         rotary_emb = RotaryEmbedding(config)
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, i, rotary_emb, kernels) for i in range(config.num_hidden_layers)
@@ -42,11 +41,9 @@ class LlamaForCausalLMEagle(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        """`forward_batch.spec_info.hidden_states` [rows, hidden] goes with `input_ids` [rows]."""
-        fused = torch.cat(
-            [F.embedding(input_ids, self.embed_tokens), forward_batch.spec_info.hidden_states], dim=-1
-        )
-        hidden_states = self.fc(fused)
+        """`forward_batch.spec_info`, an EagleDraftInput, has the hidden states for input_ids [rows]."""
+        paired = forward_batch.spec_info
+        hidden_states = self.fc(input_ids, self.embed_tokens, paired.hidden_states, paired.hidden_rows)
         for layer in self.layers:
             hidden_states = layer(positions, hidden_states, forward_batch)
         return self.logits_processor(hidden_states, self.lm_head, forward_batch)

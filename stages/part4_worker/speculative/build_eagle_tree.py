@@ -6,88 +6,79 @@ A tree grows by levels. Each level keeps `topk` beams, and every beam proposes `
 children are remembered as candidates with the product of probabilities along their path; from all levels
 together the best n − 1 are verified. Candidates are numbered flat: level 1 has 0 … topk − 1, level i + 1 the
 topk² from topk + topk² · (i − 1) on, child c of beam b being number b · topk + c of its level.
+
+A beam attends to its own ancestors. Its KV stays where it was written when the tree grows on from another
+beam, so who sees what must follow the tree. (Upstream lets a beam see whatever stood in its column.)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-
-@dataclass
-class Beams:
-    """The beams of one level, with what the next draft forward needs."""
-
-    scores: torch.Tensor  # [bs, topk] product of probabilities from the root
-    input_ids: torch.Tensor  # [bs, topk]
-    hidden_states: torch.Tensor  # [bs, topk, hidden] of the parent
-    parent_beam: torch.Tensor | None  # [bs, topk] beam of the level before; None at level 1
+from ..kernels.tree_types import Beams, Candidates
+from ..layers.logits_processor import LogitsProcessorOutput
 
 
-@dataclass
 class DraftTree:
-    """Candidates of all levels so far."""
+    """A batch's trees while they grow: `beams` are what the next draft forward runs.
 
-    topk: int
-    score_list: list[torch.Tensor] = field(default_factory=list)  # [bs, topk], then [bs, topk²] each
-    token_list: list[torch.Tensor] = field(default_factory=list)  # the same shapes
-    # Candidate that each block of topk children hangs on: [bs, topk + 1], then [bs, topk] each.
-    parents_list: list[torch.Tensor] = field(default_factory=list)
+    Args:
+        topk_p, topk_index: [bs, topk] children of the root.
+        hidden_rows: [bs · topk] row of each one's hidden state: its request's.
+        column_bits: what `column_bits` gives for all beams that are run, [topk · (steps − 1), words].
+        kernels: what load_kernels returned.
+    """
 
-    def first_level(
-        self, topk_p: torch.Tensor, topk_index: torch.Tensor, hidden_states: torch.Tensor
-    ) -> Beams:
-        """Children of the root: topk_p, topk_index [bs, topk]; hidden_states [bs, hidden]."""
-        bs, topk = topk_p.shape
-        # −1 stands for the root, the parent of block 0; blocks 1 … topk hang on candidates 0 … topk − 1.
-        self.parents_list.append(torch.arange(-1, topk, device=topk_p.device).expand(bs, -1))
-        self._record(topk_p, topk_index)
-        return Beams(topk_p, topk_index, hidden_states[:, None].expand(-1, topk, -1), None)
-
-    def next_level(
+    def __init__(
         self,
-        beams: Beams,
         topk_p: torch.Tensor,
         topk_index: torch.Tensor,
-        hidden_states: torch.Tensor,
+        hidden_rows: torch.Tensor,
+        column_bits: torch.Tensor,
         kernels: Any,
-    ) -> Beams:
-        """Children of `beams`, of which the best topk are the next beams.
+    ):
+        (bs, topk), forwards = topk_p.shape, len(column_bits) // topk_p.shape[1]
+        count = topk + topk * topk * forwards
+        self.candidates = Candidates(
+            scores=topk_p.new_empty(bs, count),
+            tokens=topk_index.new_empty(bs, count),
+            parents=topk_index.new_empty(bs, 1 + topk * max(forwards, 1)),
+        )
+        self.level, self.kernels = 1, kernels
+        self.own_bits = column_bits.split(topk)
+        ancestors = column_bits[:topk].expand(bs, -1, -1)
+        self.beams = Beams(topk_p, topk_index, hidden_rows.view(bs, topk), ancestors)
 
-        topk_p, topk_index [bs · topk, topk]; hidden_states [bs · topk, hidden].
+    def grow(self, proposals: LogitsProcessorOutput) -> None:
+        """Go on to the best topk of what the beams propose, topk for each of bs · topk rows."""
+        self.beams = self.kernels.grow_tree(
+            self.candidates,
+            self.level,
+            self.beams,
+            proposals.topk_p,
+            proposals.topk_index,
+            self.own_bits[self.level],
+        )
+        self.level += 1
+
+    def build(
+        self,
+        proposals: LogitsProcessorOutput | None,
+        verified_id: torch.Tensor,
+        seq_lens: torch.Tensor,
+        num_draft_tokens: int,
+    ) -> tuple[torch.Tensor, ...]:
+        """The trees to verify, once nothing grows any more: fields of EagleVerifyInput.
+
+        `proposals` are those of the last beams, or None where there was no forward; verified_id, seq_lens
+        [bs] are the roots.
         """
-        first_candidate = sum(s.shape[1] for s in self.score_list)
-        scores, tokens = self.last_level(beams, topk_p, topk_index)
-        best_scores, best = kernels.top_k(scores, self.topk)  # [bs, topk]
-        self.parents_list.append(best + first_candidate)
-        parent = best // self.topk
-        hidden = hidden_states.view(*beams.scores.shape, -1)
-        hidden = hidden.gather(1, parent[:, :, None].expand(-1, -1, hidden.shape[-1]))
-        return Beams(best_scores, tokens.gather(1, best), hidden, parent)
-
-    def last_level(
-        self, beams: Beams, topk_p: torch.Tensor, topk_index: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Children of `beams` that nothing grows from; their scores and tokens, [bs, topk²] each."""
-        scores = (beams.scores[:, :, None] * topk_p.view(*beams.scores.shape, -1)).flatten(1)
-        return self._record(scores, topk_index.view(scores.shape))
-
-    def select(self, count: int, kernels: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The best `count` candidates: flat numbers, ascending, and tokens [bs, count]; and the parent list.
-
-        A child never scores above its parent, and equal scores go to the lower number, which is the
-        parent's: so whatever is selected has its ancestors selected too.
-        """
-        scores, tokens = torch.cat(self.score_list, 1), torch.cat(self.token_list, 1)
-        selected = kernels.top_k(scores, count)[1].sort(dim=-1).values
-        return selected, tokens.gather(1, selected), torch.cat(self.parents_list, 1)
-
-    def _record(self, scores: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.score_list.append(scores)
-        self.token_list.append(tokens)
-        return scores, tokens
+        last = (None, None) if proposals is None else (proposals.topk_p, proposals.topk_index)
+        return self.kernels.build_tree(
+            self.candidates, self.level, self.beams, *last, verified_id, seq_lens, num_draft_tokens
+        )
 
 
 def column_bits(columns: int, device: torch.device) -> torch.Tensor:

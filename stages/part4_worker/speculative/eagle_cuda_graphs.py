@@ -51,7 +51,7 @@ class EagleCudaGraphs:
     def _capture(self, size: int) -> None:
         worker, n = self.worker, self.worker.speculative_num_draft_tokens
         running = copy.deepcopy(self.draft_input)  # on a CPU a size is prepared while requests run
-        shapes = [(size,)] * 3 + [(size, worker.draft_slots_per_req()), (size, n)]
+        shapes = [(size,)] * 3 + [(size, worker.draft_slots_per_req()), (size, n), (size,)]
         buffer = self.inputs[size] = PackedBuffer(worker.device, shapes)
         step = EagleStep(*buffer.device)
         verify_input = self.graphs.capture(("draft", size), partial(self._draft, buffer, step))
@@ -76,7 +76,8 @@ class EagleCudaGraphs:
         return output
 
     def _draft_extend(self, step: EagleStep, output: EagleVerifyOutput) -> None:
-        self.draft_input.copy_(self.worker.draft_extend_forward(step, output))
+        static = self.draft_input.rows(len(step.seq_lens))
+        self.draft_input.copy_(self.worker.draft_extend_forward(step, output, static))
 
     # ---- one round ----
 

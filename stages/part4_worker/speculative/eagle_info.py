@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..kernels.tree_types import AcceptedPaths
 from ..layers.dp_attention import GlobalStep
 from ..layers.logits_processor import LogitsProcessorOutput
 from ..layers.sampler import target_probs
@@ -30,6 +31,8 @@ class EagleDraftInput:
     verified_id: torch.Tensor | None = None  # [bs]
     topk_p: torch.Tensor | None = None  # [bs, topk] float32
     topk_index: torch.Tensor | None = None  # [bs, topk]
+    # Inside a draft forward: the row of hidden_states that each row is paired with, [rows]; None: its own
+    hidden_rows: torch.Tensor | None = None
 
     _ROWS = ("hidden_states", "verified_id", "topk_p", "topk_index")
 
@@ -43,10 +46,11 @@ class EagleDraftInput:
         return EagleDraftInput(*(getattr(self, name)[:count] for name in self._ROWS))
 
     def copy_(self, other: EagleDraftInput) -> None:
-        """Overwrite the first rows with those of `other`."""
+        """Overwrite the first rows with those of `other`, unless that is where they were written."""
         for name in self._ROWS:
-            rows = getattr(other, name)
-            getattr(self, name)[: len(rows)].copy_(rows)
+            mine, rows = getattr(self, name), getattr(other, name)
+            if rows.data_ptr() != mine.data_ptr():
+                mine[: len(rows)].copy_(rows)
 
     def merge_batch(self, other: EagleDraftInput) -> None:
         for name in self._ROWS:
@@ -62,17 +66,13 @@ class EagleStep:
     output_positions: torch.Tensor  # [bs] output tokens so far
     draft_slots: torch.Tensor  # [bs, topk · (steps − 1)] scratch: free again before verification allocates
     verify_slots: torch.Tensor  # [bs, n]
+    verify_lens: torch.Tensor  # [bs] S + n
     seq_lens_cpu: np.ndarray | None = None  # [bs] S on the host; None in what a graph records
     global_step: GlobalStep = GlobalStep()  # what the ranks of DP attention agreed on; nothing in a graph
 
     def planned(self, entries: int) -> np.ndarray | None:
         """ForwardBatch.seq_lens_cpu where every request gets `entries` more than S."""
         return None if self.seq_lens_cpu is None else self.seq_lens_cpu + entries
-
-    def first_rows(self, width: int) -> torch.Tensor:
-        """First row of each request where every request has `width` rows, [bs + 1]."""
-        bs, device = len(self.seq_lens), self.seq_lens.device
-        return torch.arange(0, (bs + 1) * width, width, device=device)
 
     def request_of_rows(self, width: int) -> torch.Tensor:
         """The request that each row belongs to, [bs · width]."""
@@ -100,7 +100,7 @@ class EagleVerifyInput:
         threshold_single: float,
         threshold_acc: float,
         kernels: Any,
-    ) -> EagleVerifyOutput:
+    ) -> AcceptedPaths:
         """Walk each tree along what the target would have said itself.
 
         `logits_output` has the target's logits [bs · n, vocab] or, for a greedy batch, only the best token of
@@ -110,9 +110,9 @@ class EagleVerifyInput:
         tree = (self.retrieve_index, self.retrieve_next_token, self.retrieve_next_sibling)
         logits = logits_output.next_token_logits
         if logits is None:
-            is_finite, target_predict = torch.isfinite(logits_output.topk_p[:, 0]), logits_output.topk_index
+            checks, target_predict = logits_output.topk_p[:, 0], logits_output.topk_index
         else:
-            is_finite, target_predict = torch.isfinite(logits.sum(-1)), None
+            checks, target_predict = logits.sum(-1), None
             row_to_req = self.step.request_of_rows(n)
             if info.penalties is not None:
                 path_tokens, path_lens = self.paths()
@@ -121,25 +121,22 @@ class EagleVerifyInput:
                 logits = info.apply_logits_bias(logits, output_positions, row_to_req, path_tokens, path_lens)
             if info.is_all_greedy:
                 target_predict = kernels.argmax(logits)
+        where = (self.step.verify_slots, self.step.seq_lens, checks)
         if target_predict is not None:
-            walked = kernels.verify_tree_greedy(
-                self.draft_token, target_predict.view(bs, n), *tree, max_depth
+            return kernels.verify_tree_greedy(
+                self.draft_token, target_predict.view(bs, n), *tree, *where, max_depth
             )
-        else:
-            walked = kernels.tree_speculative_sampling_target_only(
-                self.draft_token,
-                target_probs(logits, info, row_to_req).view(bs, n, -1),
-                *tree,
-                info.seeds,
-                self.step.output_positions,
-                max_depth,
-                threshold_single,
-                threshold_acc,
-            )
-        predict, accept_index, accept_length = walked
-        accepted = accept_index >= 0
-        rows = accept_index.clamp(min=0)
-        return EagleVerifyOutput(rows, accepted, predict[rows] * accepted, accept_length, is_finite)
+        return kernels.tree_speculative_sampling_target_only(
+            self.draft_token,
+            target_probs(logits, info, row_to_req).view(bs, n, -1),
+            *tree,
+            *where,
+            info.seeds,
+            self.step.output_positions,
+            max_depth,
+            threshold_single,
+            threshold_acc,
+        )
 
     def rows(self, bs: int) -> EagleVerifyInput:
         """Views of the first `bs` requests."""
@@ -168,25 +165,17 @@ class EagleVerifyInput:
 
 @dataclass
 class EagleVerifyOutput:
-    """The accepted path of each request: column j is its j-th node, the root first."""
+    """What a verification leaves to the draft extend and to the host."""
 
-    rows: torch.Tensor  # [bs, width] row of the node in the flat batch, 0 behind the path
-    accepted: torch.Tensor  # [bs, width] bool: the path reaches this far
-    tokens: torch.Tensor  # [bs, width] what the target says after the node, 0 behind the path
-    accept_length: torch.Tensor  # [bs] accepted drafts: nodes on the path besides the root
-    is_finite: torch.Tensor  # [bs · n] bool: the target's logits at the node held no NaN or infinity
-    # [bs, width] where the node's KV stands now, padding slot behind the path
-    slots: torch.Tensor | None = None
-    hidden_states: torch.Tensor | None = None  # [bs · n, hidden] of the target, at every node
-    result: GenerationBatchResult | None = None  # what the host is told, on its way there
+    paths: AcceptedPaths  # its slots name where the nodes' KV stands now
+    hidden_states: torch.Tensor  # [bs · n, hidden] of the target, at every node
+    result: GenerationBatchResult  # what the host is told, on its way there
 
     def copy_(self, other: EagleVerifyOutput) -> None:
-        """Take over what the draft extend needs of `other`; rows that it lacks accept nothing."""
-        bs = len(other.rows)
-        for name in ("rows", "accepted", "tokens", "accept_length", "slots"):
-            mine = getattr(self, name)
-            mine[bs:].zero_()
-            mine[:bs].copy_(getattr(other, name))
+        """Take over what the draft extend needs of `other`; requests that it lacks have no path."""
+        for mine, rows in zip(self.paths, other.paths, strict=True):
+            mine[: len(rows)].copy_(rows)
+            mine[len(rows) :].zero_()
         self.hidden_states[: len(other.hidden_states)].copy_(other.hidden_states)
 
 

@@ -13,13 +13,13 @@ for is the end of the verification only, so it works while the draft extend runs
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..configs.model_config import ModelConfig
+from ..configs.model_config import draft_config
+from ..kernels.tree_types import AcceptedPaths
 from ..layers.dp_attention import GlobalStep
 from ..layers.logits_processor import LogitsProcessorOutput
 from ..layers.logprobs import LogprobRows, gather_logprobs
@@ -30,7 +30,7 @@ from ..model_executor.cuda_graph_runner import CudaGraphRunner
 from ..model_executor.device_io import Readback, upload
 from ..model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from ..server_args import ServerArgs
-from .build_eagle_tree import Beams, DraftTree, column_bits
+from .build_eagle_tree import DraftTree, column_bits
 from .eagle_cuda_graphs import EagleCudaGraphs
 from .eagle_info import (
     EagleDraftInput,
@@ -59,11 +59,15 @@ class EAGLEWorker(TpModelWorker):
                 f"speculative_eagle_topk={self.topk} is more than the vocabulary's {vocab_size} tokens: "
                 "lower it"
             )
-        super().__init__(server_args, _draft_config(server_args, target_worker.model_config))
+        config = draft_config(server_args.speculative_draft_model_path, target_worker.model_config)
+        super().__init__(server_args, config)
         self.draft_model_runner.model.set_embed_and_head(
             *target_worker.model_runner.model.get_embed_and_head()
         )
+        # What never changes is made once: in a graph each small tensor costs as much as a launch.
         self._column_bits = column_bits(self.draft_slots_per_req(), self.device)
+        requests = torch.arange(server_args.max_running_requests, device=self.device)
+        self._request_of_beam = requests.repeat_interleave(self.topk)
 
     @property
     def draft_model_runner(self):
@@ -156,7 +160,9 @@ class EAGLEWorker(TpModelWorker):
         self, logits_output: LogitsProcessorOutput, verified_id: torch.Tensor
     ) -> EagleDraftInput:
         """The draft state that the next step starts from."""
-        return EagleDraftInput(logits_output.hidden_states, verified_id, *self._propose(logits_output))
+        return EagleDraftInput(
+            logits_output.hidden_states, verified_id, logits_output.topk_p, logits_output.topk_index
+        )
 
     # ---- draft ----
 
@@ -186,82 +192,66 @@ class EAGLEWorker(TpModelWorker):
             batch.output_positions(),
             draft_slots,
             batch.out_cache_loc,
+            batch.seq_lens + self.speculative_num_draft_tokens,
         )
 
     def draft_forward(self, step: EagleStep, draft_input: EagleDraftInput) -> EagleVerifyInput:
-        """The device's part of drafting."""
-        if self.draft_slots_per_req():
-            self._enter_slots(step, step.draft_slots)
-        tree = self._grow(step, draft_input)
-        selected, tokens, parents = tree.select(self.speculative_num_draft_tokens - 1, self.kernels)
-        built = self.kernels.build_tree(selected, parents, self.topk, step.seq_lens)
-        draft_token = torch.cat([draft_input.verified_id[:, None], tokens], dim=1)  # [bs, n]
-        return EagleVerifyInput(step, draft_token, *built)
-
-    def _enter_slots(self, step: EagleStep, slots: torch.Tensor) -> None:
-        """Write `slots` [bs, width] into the table of requests, from position S on."""
-        widths = torch.full_like(step.seq_lens, slots.shape[1])
-        table = self.draft_model_runner.req_to_token_pool.req_to_token
-        self.kernels.assign_req_to_token(table, step.req_pool_indices, step.seq_lens, slots, widths)
-
-    def _grow(self, step: EagleStep, draft_input: EagleDraftInput) -> DraftTree:
-        """`steps` levels in steps − 1 forwards; each beam attends to its own ancestors."""
-        tree = DraftTree(self.topk)
-        beams = tree.first_level(draft_input.topk_p, draft_input.topk_index, draft_input.hidden_states)
-        ancestors = plan = None  # the attention backend's one plan serves all levels
-        for level in range(self.speculative_num_steps - 1):
-            bits = self._column_bits[level * self.topk : (level + 1) * self.topk]  # [topk, words]
-            ancestors = self._ancestor_mask(ancestors, beams, bits)
-            forward_batch = self._draft_batch(step, beams, ancestors, level, plan)
-            logits_output = self.draft_model_runner.forward(forward_batch)
-            plan = forward_batch.attn_metadata
-            proposals = self._propose(logits_output)
-            if level < self.speculative_num_steps - 2:
-                beams = tree.next_level(beams, *proposals, logits_output.hidden_states, self.kernels)
-            else:
-                tree.last_level(beams, *proposals)
-        return tree
-
-    def _ancestor_mask(self, parents: torch.Tensor | None, beams: Beams, own: torch.Tensor) -> torch.Tensor:
-        """Each beam sees its parent's ancestors and itself: [bs, topk, words].
-
-        A beam's KV stays where it was written when the tree grows on from another beam, so who sees
-        what must follow the tree. (Upstream lets a beam see whatever stood in its column.)
-        """
-        if parents is None:
-            return own.expand(len(beams.scores), -1, -1)
-        index = beams.parent_beam[:, :, None].expand(-1, -1, parents.shape[-1])
-        return parents.gather(1, index) | own
+        """The device's part of drafting: `steps` levels, the first of which came out of the draft extend."""
+        tree = DraftTree(
+            draft_input.topk_p,
+            draft_input.topk_index,
+            self._request_of_beam[: len(step.seq_lens) * self.topk],
+            self._column_bits,
+            self.kernels,
+        )
+        levels = self.kernels.assign_draft_cache_locs(
+            self._table(), step.req_pool_indices, step.seq_lens, step.draft_slots, self.topk
+        )
+        proposals = plan = None  # the attention backend's one plan serves all levels
+        for level in zip(*levels, strict=True):
+            if proposals is not None:
+                tree.grow(proposals)
+            before = draft_input if proposals is None else proposals
+            forward_batch = self._draft_batch(step, tree, before.hidden_states, plan, *level)
+            proposals, plan = self.draft_model_runner.forward(forward_batch), forward_batch.attn_metadata
+        n = self.speculative_num_draft_tokens
+        built = tree.build(proposals, draft_input.verified_id, step.seq_lens, n)
+        return EagleVerifyInput(step, *built)
 
     def _draft_batch(
-        self, step: EagleStep, beams: Beams, ancestors: torch.Tensor, level: int, plan: Any
+        self,
+        step: EagleStep,
+        tree: DraftTree,
+        hidden_states: torch.Tensor,
+        plan: Any,
+        out_cache_loc: torch.Tensor,
+        positions: torch.Tensor,
+        kv_lens: torch.Tensor,
     ) -> ForwardBatch:
-        first = level * self.topk
+        """The beams of one level. Their pairs (token p + 1, hidden p) stand at p, so the first draft at S."""
+        beams = tree.beams
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
-            input_ids=beams.input_ids.flatten(),
-            # Pair (token p + 1, hidden p) stands at p, so the first drafted token, at S + 1, stands at S.
-            positions=(step.seq_lens + level).repeat_interleave(self.topk),
             req_pool_indices=step.req_pool_indices,
             prefix_lens=step.seq_lens,
-            seq_lens=step.seq_lens + (first + self.topk),
-            out_cache_loc=step.draft_slots[:, first : first + self.topk].flatten(),
-            q_start_loc=step.first_rows(self.topk),
+            q_start_loc=self.first_rows(len(step.seq_lens), self.topk),
             max_q_len=self.topk,
             attn_backend=self.draft_model_runner.attn_backend,
+            input_ids=beams.input_ids.flatten(),
+            positions=positions,
+            seq_lens=kv_lens,
+            out_cache_loc=out_cache_loc,
             seq_lens_cpu=step.planned(self.draft_slots_per_req()),
             attn_metadata=plan,
-            tree_mask=ancestors,
+            tree_mask=beams.ancestors,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             topk=self.topk,
-            spec_info=EagleDraftInput(beams.hidden_states.flatten(0, 1)),
+            spec_info=EagleDraftInput(hidden_states, hidden_rows=beams.hidden_rows.flatten()),
             dp_rows=step.global_step.draft_rows,
         )
 
-    def _propose(self, logits_output: LogitsProcessorOutput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and ids of the topk likeliest next tokens, [rows, topk] each."""
-        # A draft that yields NaN proposes badly; it must not break the tree's order.
-        return logits_output.topk_p.nan_to_num(0.0), logits_output.topk_index
+    def _table(self) -> torch.Tensor:
+        return self.draft_model_runner.req_to_token_pool.req_to_token
 
     # ---- verify ----
 
@@ -284,19 +274,21 @@ class EAGLEWorker(TpModelWorker):
 
     def target_forward(self, verify_input: EagleVerifyInput, topk: int | None) -> LogitsProcessorOutput:
         step, n = verify_input.step, self.speculative_num_draft_tokens
-        self._enter_slots(step, step.verify_slots)
+        self.kernels.assign_req_to_token(
+            self._table(), step.req_pool_indices, step.seq_lens, step.verify_slots
+        )
         target = self.target_worker.model_runner
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
-            input_ids=verify_input.draft_token.flatten(),
-            positions=verify_input.positions,
             req_pool_indices=step.req_pool_indices,
             prefix_lens=step.seq_lens,
-            seq_lens=step.seq_lens + n,
-            out_cache_loc=step.verify_slots.flatten(),
-            q_start_loc=step.first_rows(n),
+            q_start_loc=self.first_rows(len(step.seq_lens), n),
             max_q_len=n,
             attn_backend=target.attn_backend,
+            input_ids=verify_input.draft_token.flatten(),
+            positions=verify_input.positions,
+            seq_lens=step.verify_lens,
+            out_cache_loc=step.verify_slots.flatten(),
             seq_lens_cpu=step.planned(n),
             tree_mask=verify_input.tree_mask,
             capture_hidden_mode=CaptureHiddenMode.FULL,
@@ -313,7 +305,7 @@ class EAGLEWorker(TpModelWorker):
         readback: Readback | None = None,
     ) -> EagleVerifyOutput:
         """Choose the paths, settle their KV, and send what the host must know on its way."""
-        output = verify_input.accept(
+        paths = verify_input.accept(
             logits_output,
             None if batch is None else batch.sampling_info,
             self.max_path,
@@ -322,39 +314,37 @@ class EAGLEWorker(TpModelWorker):
             self.kernels,
         )
         if batch is not None:
-            batch.sampling_info.append_tokens(output.tokens, output.accept_length + 1)
-        self._settle_accepted(verify_input.step, output)
-        rows, n = output.rows, self.speculative_num_draft_tokens
-        output.hidden_states = logits_output.hidden_states
-        output.result = GenerationBatchResult(
-            next_token_ids=output.tokens,
-            is_finite=(output.is_finite[rows] | ~output.accepted).all(dim=-1),
-            accept_index=torch.where(output.accepted, rows % n, -1),
-            logprobs=None if batch is None else self._score(batch, logits_output.next_token_logits, output),
-            hidden_states=logits_output.hidden_states[rows.flatten()].float()
+            batch.sampling_info.append_tokens(paths.tokens, paths.lens)
+        hidden_states = logits_output.hidden_states
+        result = GenerationBatchResult(
+            next_token_ids=paths.tokens,
+            is_finite=paths.is_finite,
+            accept_index=paths.nodes,
+            logprobs=None if batch is None else self._score(batch, logits_output.next_token_logits, paths),
+            hidden_states=hidden_states[paths.rows].float()
             if batch is not None and batch.return_hidden_states
             else None,
-        ).start_read(readback)
-        return output
+        )
+        result.start_read(readback)
+        paths = self._settle_accepted(verify_input.step, paths)
+        return EagleVerifyOutput(paths, hidden_states, result)
 
-    def _settle_accepted(self, step: EagleStep, output: EagleVerifyOutput) -> None:
-        """Make positions S … S + accept_length name the accepted nodes' KV.
+    def _settle_accepted(self, step: EagleStep, paths: AcceptedPaths) -> AcceptedPaths:
+        """Make positions S … S + lens − 1 name the accepted nodes' KV.
 
         A chain's path is its first nodes already. In a tree with single-token pages the table is
         pointed at the path's slots; with larger ones position fixes the slot, so the KV moves.
         """
-        slots = step.verify_slots.flatten()[output.rows]  # [bs, width]
         if self.moves_kv:
-            moved = step.verify_slots[:, : slots.shape[1]]
-            destination = torch.where(output.accepted, moved, PADDING_SLOT).flatten()
-            source = torch.where(output.accepted, slots, PADDING_SLOT).flatten()
-            self.target_worker.model_runner.token_to_kv_pool.move_kv_cache(destination, source)
-            slots = moved
-        elif self.topk > 1:
-            table = self.draft_model_runner.req_to_token_pool.req_to_token
-            lens = output.accept_length + 1
-            self.kernels.assign_req_to_token(table, step.req_pool_indices, step.seq_lens, slots, lens)
-        output.slots = torch.where(output.accepted, slots, PADDING_SLOT)
+            slots = torch.where(paths.nodes >= 0, step.verify_slots[:, : self.max_path + 1], PADDING_SLOT)
+            self.target_worker.model_runner.token_to_kv_pool.move_kv_cache(slots.flatten(), paths.slots)
+            return paths._replace(slots=slots.flatten())
+        if self.topk > 1:
+            slots = paths.slots.view(paths.nodes.shape)
+            self.kernels.assign_req_to_token(
+                self._table(), step.req_pool_indices, step.seq_lens, slots, paths.lens
+            )
+        return paths
 
     # ---- draft extend ----
 
@@ -368,34 +358,35 @@ class EAGLEWorker(TpModelWorker):
         else:
             batch.spec_info = self.draft_extend_forward(verify_input.step, output)
 
-    def draft_extend_forward(self, step: EagleStep, output: EagleVerifyOutput) -> EagleDraftInput:
-        """The device's part of the draft extend.
+    def draft_extend_forward(
+        self, step: EagleStep, output: EagleVerifyOutput, out: EagleDraftInput | None = None
+    ) -> EagleDraftInput:
+        """The device's part of the draft extend; what the model computes is written to `out`, if given.
 
         Every request gets `width` rows, whatever it accepted, so that nothing has to be read back;
         rows behind its path write to the padding slot and are seen by nobody.
         """
-        width = output.rows.shape[1]
-        column = torch.arange(width, device=self.device)
+        width, paths = self.max_path + 1, output.paths
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.DRAFT_EXTEND,
-            input_ids=output.tokens.flatten(),
-            positions=(step.seq_lens[:, None] + column).flatten(),
             req_pool_indices=step.req_pool_indices,
             prefix_lens=step.seq_lens,
-            seq_lens=step.seq_lens + output.accept_length + 1,
-            out_cache_loc=output.slots.flatten(),
-            q_start_loc=step.first_rows(width),
+            q_start_loc=self.first_rows(len(step.seq_lens), width),
             max_q_len=width,
             attn_backend=self.draft_model_runner.attn_backend,
+            input_ids=paths.tokens.flatten(),
+            positions=paths.positions,
+            seq_lens=paths.kv_lens,
+            out_cache_loc=paths.slots,
             seq_lens_cpu=step.planned(width),
-            last_rows=step.first_rows(width)[:-1] + output.accept_length,
+            last_rows=paths.last_rows,
             capture_hidden_mode=CaptureHiddenMode.LAST,
             topk=self.topk,
-            spec_info=EagleDraftInput(output.hidden_states[output.rows.flatten()]),
+            output=out and LogitsProcessorOutput(None, out.topk_p, out.topk_index, out.hidden_states),
+            spec_info=EagleDraftInput(output.hidden_states, hidden_rows=paths.rows),
             dp_rows=step.global_step.draft_extend_rows,
         )
-        verified_id = output.tokens.gather(1, output.accept_length[:, None])[:, 0]
-        return self.capture_for_decode(self.draft_model_runner.forward(forward_batch), verified_id)
+        return self.capture_for_decode(self.draft_model_runner.forward(forward_batch), paths.verified_id)
 
     # ---- the host catches up ----
 
@@ -431,32 +422,9 @@ class EAGLEWorker(TpModelWorker):
         batch.seq_lens = batch.seq_lens + kept
         return result
 
-    def _score(
-        self, batch: ScheduleBatch, logits: torch.Tensor, output: EagleVerifyOutput
-    ) -> LogprobRows | None:
+    def _score(self, batch: ScheduleBatch, logits: torch.Tensor, paths: AcceptedPaths) -> LogprobRows | None:
         if not batch.return_logprob:
             return None
         top_num, token_ids = batch.logprob_shape()
-        (token_ids,) = upload(self.device, token_ids.repeat(output.rows.shape[1], axis=0))
-        return gather_logprobs(
-            logits[output.rows.flatten()], output.tokens.flatten(), top_num, token_ids, self.kernels
-        )
-
-
-def _draft_config(server_args: ServerArgs, target: ModelConfig) -> ModelConfig:
-    """The head's config, read as the target needs it.
-
-    Raises:
-        ValueError: the head was made for another target.
-    """
-    config = ModelConfig.from_path(
-        server_args.speculative_draft_model_path, target.context_len, is_draft_model=True
-    )
-    for name, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
-        own, wanted = getattr(config, name), getattr(target, name)
-        if own != wanted:
-            raise ValueError(
-                f"the draft head {config.path} has {what} {own}, the target {target.path} {wanted}: "
-                "a head works only with the target it was trained for"
-            )
-    return dataclasses.replace(config, torch_dtype=target.torch_dtype)
+        (token_ids,) = upload(self.device, token_ids.repeat(self.max_path + 1, axis=0))
+        return gather_logprobs(logits[paths.rows], paths.tokens.flatten(), top_num, token_ids, self.kernels)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from stages.part4_worker.kernels.packed import empty_side_by_side
 from stages.part4_worker.model_executor import device_io
 from stages.part4_worker.model_executor.device_io import PackedBuffer, Readback, download, upload
 
@@ -126,6 +127,38 @@ def test_another_dtype_of_as_many_bytes_is_another_shape():
     readback.copy(torch.tensor([1, 2]))
     readback.copy(torch.tensor([1.5, 2.5, 3.5, 4.5]))
     assert readback.wait()[0].tolist() == [1.5, 2.5, 3.5, 4.5]
+
+
+def no_cat(monkeypatch):
+    def cat(*args, **kwargs):
+        raise AssertionError("gathered, though it lies side by side")
+
+    monkeypatch.setattr(torch, "cat", cat)
+
+
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1), slice(1, None), slice(1, 2)])
+def test_what_lies_side_by_side_is_not_gathered(monkeypatch, order):
+    """In any order, whole or in part, with the room that alignment leaves between odd sizes."""
+    kinds = [((3, 5), torch.int64), ((3,), torch.float32), ((1,), torch.bool), ((3, 1), torch.int64)]
+    parts = empty_side_by_side(CPU, *kinds)
+    assert all(t.data_ptr() % 16 == 0 for t in parts)
+    for t in parts:
+        t.copy_(torch.arange(t.numel()).view(t.shape))
+    wanted = [t.clone().numpy() for t in parts]
+    no_cat(monkeypatch)
+    for array, want in zip(download(*parts[order]), wanted[order], strict=True):
+        assert array.dtype == want.dtype and np.array_equal(array, want)
+
+
+@pytest.mark.parametrize("parts", [
+    lambda x: (x[:, :2], x[:, 2:]),  # rows with gaps
+    lambda x: (x[0], x[-1]),  # far apart
+    lambda x: (x[0], torch.ones(2)),  # another piece of memory
+])  # fmt: skip
+def test_what_does_not_is_gathered(parts):
+    tensors = parts(torch.arange(400).view(40, 10))
+    for array, tensor in zip(download(*tensors), tensors, strict=True):
+        assert np.array_equal(array, tensor.numpy())
 
 
 def test_only_waiting_counts(counted):

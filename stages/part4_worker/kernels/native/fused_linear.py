@@ -81,18 +81,26 @@ def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x.float(), weight.float())
 
 
-def linear_topk(x: torch.Tensor, weight: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def linear_topk(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    k: int,
+    probs: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The k likeliest tokens of each row, for whoever needs no logits.
 
     Args:
         x: [rows, hidden].
         weight: [V, hidden], the LM head.
         k: at most V.
+        probs, ids: contiguous, of the types and shapes below, written; None: new ones.
 
     Returns:
         probs float32 [rows, k] descending, ids int64 [rows, k]. All of a row's probabilities are NaN if one
         of its logits is NaN or infinite.
     """
     logits = linear_float32(x, weight)
-    probs, ids = topk_softmax(logits, k)
-    return torch.where(torch.isfinite(logits.sum(-1, keepdim=True)), probs, torch.nan), ids
+    likely, tokens = topk_softmax(logits, k)
+    likely = torch.where(torch.isfinite(logits.sum(-1, keepdim=True)), likely, torch.nan)
+    return (likely, tokens) if probs is None else (probs.copy_(likely), ids.copy_(tokens))

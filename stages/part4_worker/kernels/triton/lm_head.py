@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..packed import empty_side_by_side
 from .launch import begin, dependent, row_strided, wait_for_inputs
 from .topk import NO_KEY, select, sort_keys
 
@@ -64,14 +65,20 @@ def _lm_head_topk_kernel(
         key = tl.where(key == best[:, None], NO_KEY, key)
 
 
-def linear_topk(x: torch.Tensor, weight: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def linear_topk(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    k: int,
+    probs: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See the native twin."""
     rows, width = x.shape
     vocab = len(weight)
-    values = torch.empty(rows, k, dtype=torch.float32, device=x.device)
-    indices = torch.empty(rows, k, dtype=torch.int64, device=x.device)
+    if probs is None:  # side by side: in greedy decoding they are what the host reads
+        ids, probs = empty_side_by_side(x.device, ((rows, k), torch.int64), ((rows, k), torch.float32))
     if rows == 0:
-        return values, indices
+        return probs, ids
     x = row_strided(x)
     exact = x.dtype == torch.float32
     block_m = next((size for size in (16, 32) if rows <= size), 32 if exact else 64)
@@ -98,4 +105,4 @@ def linear_topk(x: torch.Tensor, weight: torch.Tensor, k: int) -> tuple[torch.Te
         num_warps=4,
         **dependent(x),
     )
-    return select(x, keys, maxima, sums, values, indices, blocks, softmax=True)
+    return select(x, keys, maxima, sums, probs, ids, blocks, softmax=True)

@@ -28,7 +28,12 @@ def sort_keys(x, index, inside):
 
 
 @triton.jit
-def _value(key):
+def index_of_key(key):
+    return 0xFFFFFFFF - (key & 0xFFFFFFFF)
+
+
+@triton.jit
+def value_of_key(key):
     ordered = (key >> 32).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -97,7 +102,7 @@ def _select_kernel(
         total = _sum_exp(x_value, inside, base) if SOFTMAX else 1.0
     else:
         key = tl.load(keys + row * COUNT + index, mask=inside, other=NO_KEY)
-        base = _value(tl.max(key, 0))
+        base = value_of_key(tl.max(key, 0))
         total = 1.0
         if SOFTMAX:
             block = tl.arange(0, BLOCKS2)
@@ -107,11 +112,11 @@ def _select_kernel(
             total = tl.sum(part * tl.exp(peak - base), 0)
     for rank in range(K):
         best = tl.max(key, 0)
-        value = _value(best)
+        value = value_of_key(best)
         if SOFTMAX:
             value = tl.exp(value - base) / total
         tl.store(values + row * K + rank, value.to(values.dtype.element_ty))
-        tl.store(indices + row * K + rank, 0xFFFFFFFF - (best & 0xFFFFFFFF))
+        tl.store(indices + row * K + rank, index_of_key(best))
         key = tl.where(key == best, NO_KEY, key)
 
 
