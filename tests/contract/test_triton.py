@@ -12,7 +12,7 @@ from tests.contract.harness import run, tree_id
 from tests.contract.test_lossless import LENGTHS, NEW, simulated
 
 # Triton 3.6's interpreter turns one-element arrays into numbers in a way that numpy 2.3 warns about. A graph's
-# padding rows hold whatever there was, and numpy tells of overflows there that a GPU would not mention.
+# padding rows hold whatever there was, and numpy tells of overflows there that a GPU would not.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),

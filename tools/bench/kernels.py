@@ -25,16 +25,20 @@ STAGE = "stages.part4_worker"
 def candidates(fused: Any, rows: int) -> list[Any]:
     """Plans worth trying at so many rows; None is the library."""
     plans: list[Any] = [None]
-    if rows <= 16:
+    if rows <= 8:
         block_m = 1 << (rows - 1).bit_length()
-        for block_n, warps in ((1, 1), (2, 1), (4, 1), (2, 4), (4, 4)):
-            plans.append(fused.Plan(block_m, block_n, None, warps))
+        plans += [fused.Plan(block_m, block_n, None, 1) for block_n in (1, 2)]
+    if rows <= 16:
+        plans += [
+            fused.Plan(16, block_n, None, warps) for block_n, warps in ((8, 1), (16, 1), (16, 2), (32, 4))
+        ]
     if rows > 4:
-        heights = [16] if rows <= 16 else [32, 64] if rows <= 32 else [64] if rows <= 64 else [64, 128]
-        shapes = itertools.product(heights, (16, 32, 64), (64, 128), (3, 5, 8))
-        for block_m, block_n, block_k, stages in shapes:
+        heights = [16] if rows <= 16 else [16, 32, 64] if rows <= 64 else [32, 64]
+        for block_m, block_n, (block_k, stages) in itertools.product(
+            heights, (16, 32, 64), ((64, 8), (128, 5), (128, 8))
+        ):
             if stages * block_k * (block_m + 2 * block_n) * 2 < 200_000:
-                plans.append(fused.Plan(block_m, block_n, block_k, 8 if block_m == 128 else 4, stages))
+                plans.append(fused.Plan(block_m, block_n, block_k, 4, stages))
     return plans
 
 

@@ -44,8 +44,8 @@ class GenerationBatchResult:
     """
 
     next_token_ids: torch.Tensor | np.ndarray  # [bs, width]
-    # [bs] on the device a number that is finite only where the target's logits held no NaN or infinity; on the
-    # host a list of bool
+    # [bs] on the device a number, finite only where the target's logits held no NaN or infinity; on the host
+    # a list of bool
     is_finite: torch.Tensor | list[bool]
     # [bs, width] node of the tree, −1 behind the accepted
     accept_index: torch.Tensor | np.ndarray | None = None

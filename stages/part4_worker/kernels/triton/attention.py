@@ -148,13 +148,16 @@ def _attention_kernel(
     column = tl.arange(0, BLOCK_N)
     start, limit = _columns_of(tile, whole_tiles, split, stop, BLOCK_N)
     slot = _slots(table, start + column, start + column < limit, PAGE)
-    wait_for_inputs(PDL)
-
     # Row m of the tile is query token m // GROUP, head m % GROUP of this group.
     m = first_row + tl.arange(0, BLOCK_M)
     token = m // GROUP
-    dim = tl.arange(0, BLOCK_D)
     row_inside = token < q_len
+    if HAS_MASK:  # a tile behind the prefix is one word of the mask, and mostly there is one such tile
+        words = tree_mask + request * mask_stride_b + token * mask_stride_q
+        first_bits = tl.load(words, mask=row_inside & (WORDS > 0), other=0)
+    wait_for_inputs(PDL)
+
+    dim = tl.arange(0, BLOCK_D)
     io_mask = row_inside[:, None] & (dim[None, :] < D)
     head = kv_head * GROUP + m % GROUP
     row_of_query = (begin_row + token)[:, None] * q_stride + (head * D)[:, None]
@@ -165,12 +168,9 @@ def _attention_kernel(
     while tile < last_tile:
         inside = start + column < limit
         if HAS_MASK:
-            word = (start - split) // 64  # a tile behind the prefix is one word of the mask
-            bits = tl.load(
-                tree_mask + request * mask_stride_b + token * mask_stride_q + word,
-                mask=row_inside & (tile >= whole_tiles) & (word < WORDS),
-                other=0,
-            )
+            word = tile - whole_tiles
+            bits = tl.load(words + word, mask=row_inside & (word > 0) & (word < WORDS), other=0)
+            bits = tl.where(word == 0, first_bits, bits)
             seen = ((bits[:, None] >> column[None, :].to(tl.int64)) & 1) != 0
             visible = (seen | (tile < whole_tiles)) & inside[None, :]
         else:
