@@ -197,9 +197,8 @@ def split(triton_attention, monkeypatch):
 
                 return launch
 
-        for name in ("_PROGRAMS", "_INTERPRETED_PROGRAMS"):
-            monkeypatch.setattr(triton_attention, name, 96)
-        monkeypatch.setattr(triton_attention, "_MAX_SPLITS", splits)
+        monkeypatch.setattr(triton_attention, "_INTERPRETED_SPLIT_GROUPS", 64)
+        monkeypatch.setattr(triton_attention, "_SPLITS", splits)
         monkeypatch.setattr(triton_attention, "_attention_kernel", Watched())
         return made
 
@@ -246,12 +245,12 @@ def test_splits_read_no_scratch_that_was_not_written(triton_kernels, device, spl
 
 def test_a_big_batch_is_not_split(triton_kernels, triton_attention, device, split, monkeypatch):
     made = split(16)
-    for name in ("_PROGRAMS", "_INTERPRETED_PROGRAMS"):
-        monkeypatch.setattr(triton_attention, name, 8)
+    for name in ("_SPLIT_GROUPS", "_INTERPRETED_SPLIT_GROUPS"):
+        monkeypatch.setattr(triton_attention, name, 3)
     cases = [Case((1, 1), 16, 1, [(70, 1, 71)] * bs) for bs in (1, 3, 4, 5)]
     for case in cases:
         case.run(triton_kernels, device)
-    assert made == [8, 2, 2, 1]
+    assert made == [16, 16, 1, 1]
 
 
 @pytest.mark.gpu

@@ -127,10 +127,10 @@ def variants():
 
 
 def kind(bs):
-    """All that a batch size may decide: the linear layers' plan, the head's tile, the attention's splits."""
-    rows, programs = bs * N, importlib.import_module(f"{fused_linear.__package__}.attention")._PROGRAMS
+    """All that a batch size may decide: the linear layers' plan, the head's tile, whether attention splits."""
+    rows, groups = bs * N, importlib.import_module(f"{fused_linear.__package__}.attention")._SPLIT_GROUPS
     tile = next((size for size in (16, 32) if rows <= size), 64)
-    return fused_linear.plan_for(rows, torch.bfloat16), tile, max(1, programs // (bs * KV_HEADS)).bit_length()
+    return fused_linear.plan_for(rows, torch.bfloat16), tile, bs * KV_HEADS <= groups
 
 
 def test_no_batch_size_compiles_anew(triton_kernels, device):

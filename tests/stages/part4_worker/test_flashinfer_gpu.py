@@ -22,7 +22,6 @@ from tools.bench.divergence import judge
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
     pytest.mark.skipif(
         importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed: the extra `gpu`"
     ),
@@ -81,9 +80,9 @@ def test_in_a_graph(name, page, dtype, processors):
     """Two sizes captured, replayed in turns for other lengths without a wait, with padded rows."""
     mode, q_len, masked, planned, tails = STEPS[name]
     pool = pool_of(page, dtype)
+    pool.backend.init_cuda_graph_state(4, q_len)
     if processors is not None:  # a GPU that these batches fill
         pool.backend.planner.processors = processors
-    pool.backend.init_cuda_graph_state(4, q_len)
     captured = {}
     for bs in (4, 2):
         batch, q, graph = (

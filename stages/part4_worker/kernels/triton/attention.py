@@ -24,9 +24,10 @@ from ..host_metadata import HostMetadata
 from .launch import begin, dependent, row_strided, wait_for_inputs
 
 _BLOCK_N = 64  # a tile of tree columns is then one word of the mask
-_PROGRAMS = 192  # splitting goes on until about so many programs share a launch
-_INTERPRETED_PROGRAMS = 4  # the interpreter runs them one after another
-_MAX_SPLITS = 16
+# Split or not, and nothing in between: each number of splits is a kernel of its own to compile.
+_SPLITS = 16
+_SPLIT_GROUPS = 64  # with more groups of programs than this the GPU is busy without
+_INTERPRETED_SPLIT_GROUPS = 0  # the interpreter runs programs one after another
 _LOG2_E = 1.4426950408889634
 
 
@@ -229,7 +230,7 @@ def _attention_kernel(
 @functools.cache
 def _tickets(device: torch.device) -> torch.Tensor:
     """One counter for each group of splits; zero between launches. A capture's warm-up makes them."""
-    return torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
+    return torch.zeros(_SPLIT_GROUPS, dtype=torch.int32, device=device)
 
 
 def attention(
@@ -265,8 +266,7 @@ def attention(
     mask = req_pool_indices if tree_mask is None else row_strided(tree_mask)
     blocks = triton.cdiv(tile_rows, block_m)
     groups = bs * kv_heads * blocks
-    programs = _PROGRAMS if q.is_cuda else _INTERPRETED_PROGRAMS
-    splits = min(_MAX_SPLITS, triton.next_power_of_2(max(1, programs // groups)))
+    splits = _SPLITS if groups <= (_SPLIT_GROUPS if q.is_cuda else _INTERPRETED_SPLIT_GROUPS) else 1
     tickets = _tickets(q.device)
     parts = tickets
     if splits > 1:
