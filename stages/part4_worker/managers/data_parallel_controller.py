@@ -70,11 +70,10 @@ class DataParallelController:
         self._end = weakref.finalize(self, _end_ranks, self.ranks, self.folder, os.getpid())
         try:
             for rank in range(self.dp_size):
-                self.ranks.append(RankProcess(rank, self.dp_size, self.dist_timeout))
-            init_file = os.path.join(self.folder, "rendezvous")
+                self.ranks.append(RankProcess(rank, self.dp_size, self.folder, self.dist_timeout))
             last_resort = max(self.dist_timeout, _START_TIMEOUT) + 60
             flags = _flags_of_a_rank(self.server_args)
-            self._send({r: (r.rank, init_file, last_resort, flags) for r in self.ranks})
+            self._send({r: (r.rank, self.folder, last_resort, flags) for r in self.ranks})
             self._collect("start", _START_TIMEOUT)
         except BaseException:
             self._end()

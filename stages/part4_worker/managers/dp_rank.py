@@ -13,6 +13,7 @@ import faulthandler
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -34,12 +35,12 @@ from .scheduler import Scheduler
 class DataParallelRank:
     """What a rank does between two messages; `flags` are the engine's keywords."""
 
-    def __init__(self, rank: int, init_file: str, timeout: float, flags: dict[str, Any]):
+    def __init__(self, rank: int, folder: str, timeout: float, flags: dict[str, Any]):
         args = ServerArgs.from_kwargs(**flags)
         logging.basicConfig(format=f"dp rank {rank}: %(message)s")
         logging.getLogger(__package__.rpartition(".")[0]).setLevel(args.log_level.upper())
         self.group = initialize_dp_attention(
-            rank, args.dp_size, torch.device(args.device), init_file, timeout
+            rank, args.dp_size, torch.device(args.device), os.path.join(folder, "store"), timeout
         )
         self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args)
         self.scheduler = Scheduler(args)
@@ -80,10 +81,10 @@ class DataParallelRank:
 
 
 def main() -> None:
-    connection, stack = Connection(int(sys.argv[1])), int(sys.argv[2])
+    connection, stack, folder = Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)  # the caller asks where this rank stands
-    threading.Thread(target=_end_with_caller, args=(connection.fileno(),), daemon=True).start()
+    threading.Thread(target=_end_with_caller, args=(connection.fileno(), folder), daemon=True).start()
     if "GLOO_SOCKET_IFNAME" not in os.environ and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the ranks share a host, whatever its name resolves to
     try:
@@ -103,14 +104,18 @@ def _receive(connection: Connection) -> tuple:
     try:
         return connection.recv()
     except EOFError:
-        os._exit(0)
+        signal.pause()  # the thread ends it
 
 
-def _end_with_caller(fd: int) -> None:
-    """End this process as soon as the other end of its connection is gone, whatever it is doing."""
+def _end_with_caller(fd: int, folder: str) -> None:
+    """End this process as soon as the other end of its connection is gone, whatever it is doing.
+
+    `folder` is the caller's, for the ranks to meet in; a caller that was killed has not removed it.
+    """
     poll = select.poll()
     poll.register(fd, 0)  # hang-up alone; what can be read is another's
     poll.poll()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 

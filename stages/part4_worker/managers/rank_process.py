@@ -24,9 +24,9 @@ _WAITING = re.compile(r"(dp_attention|device_io)\.py")
 
 
 class RankProcess:
-    """Starts rank `rank`; it may leave a message unread for `send_timeout` [s]."""
+    """Starts rank `rank`, to meet the others in `folder`; it has `send_timeout` [s] to read a message."""
 
-    def __init__(self, rank: int, dp_size: int, send_timeout: int):
+    def __init__(self, rank: int, dp_size: int, folder: str, send_timeout: int):
         self.rank = rank
         self.answer: Any = None
         # What it died of: when [s], the error's kind, its message, its traceback.
@@ -38,7 +38,7 @@ class RankProcess:
         module, root = _module_and_root()
         fds = (theirs.fileno(), self._stack.fileno())
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *map(str, fds)],
+            [sys.executable, "-P", "-m", module, *map(str, fds), folder],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C is the caller's; it may interrupt one call and go on

@@ -124,7 +124,7 @@ import os, signal, sys
 from stages.part4_worker import Engine
 engine = Engine(**{!r})
 first, second = engine.scheduler.ranks
-print(first.process.pid, second.process.pid, flush=True)
+print(engine.scheduler.folder, first.process.pid, second.process.pid, flush=True)
 sys.stdin.readline()
 os.kill(second.process.pid, signal.SIGSTOP)
 first.connection.send(("step", [], []))
@@ -141,18 +141,20 @@ def test_the_ranks_end_with_their_caller(zoo, tmp_path):
         env=os.environ | {"PYTHONPATH": str(REPO)},
     )  # fmt: skip
     with caller:
-        first, second = (os.pidfd_open(int(pid)) for pid in caller.stdout.readline().split())
+        folder, *ranks = caller.stdout.readline().split()
+        first, second = (os.pidfd_open(int(pid)) for pid in ranks)
+        assert Path(folder).exists()
         caller.stdin.close()
         assert ends(first) and ends(second)
-    assert caller.returncode == -signal.SIGKILL
+    assert caller.returncode == -signal.SIGKILL and not Path(folder).exists()
 
 
-def test_a_rank_that_hangs_ends_with_its_caller_too(monkeypatch):
+def test_a_rank_that_hangs_ends_with_its_caller_too(monkeypatch, tmp_path):
     """It is a thread that waits for the caller's end, so whatever else the process does may last for ever."""
     ours, theirs = socket.socketpair()
     codes = []
     monkeypatch.setattr(dp_rank.os, "_exit", codes.append)
-    thread = threading.Thread(target=dp_rank._end_with_caller, args=(theirs.fileno(),))
+    thread = threading.Thread(target=dp_rank._end_with_caller, args=(theirs.fileno(), str(tmp_path)))
     thread.start()
     ours.close()
     thread.join()
