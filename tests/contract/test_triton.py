@@ -11,8 +11,8 @@ import torch
 from tests.contract.harness import run, tree_id
 from tests.contract.test_lossless import LENGTHS, NEW, simulated
 
-# Triton 3.6's interpreter turns one-element arrays into numbers in a way that numpy 2.3 warns about. A graph's
-# padding rows hold whatever there was, and numpy tells of overflows there that a GPU would not.
+# Triton 3.6's interpreter turns one-element arrays into numbers in a way that numpy 2.3 warns about. And a
+# graph's padding rows hold whatever there was: numpy tells of overflows there that a GPU does not mention.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),

@@ -127,7 +127,7 @@ def variants():
 
 
 def kind(bs):
-    """All that a batch size may decide: the linear layers' plan, the head's tile, whether attention splits."""
+    """All that a batch size decides: the linear layers' plan, the head's tile, whether attention splits."""
     rows, groups = bs * N, importlib.import_module(f"{fused_linear.__package__}.attention")._SPLIT_GROUPS
     tile = next((size for size in (16, 32) if rows <= size), 64)
     return fused_linear.plan_for(rows, torch.bfloat16), tile, bs * KV_HEADS <= groups
