@@ -348,10 +348,17 @@ PREFILLS = {(100, 90, 60): 256, (5, 9, 7): 32, (17,): 32, (16,): 16, (1,): 16, (
 def test_short_prompts_are_replayed(stage, engines, zoo, tree):
     """A long batch comes first, and what is static is spoilt before each, so that stale rows would show."""
     engine = engines.get(tree=tree, cuda_graph_bs=[1, 3])
+
+    def look(key):
+        if key[0].endswith("prefill"):
+            worker = engine.scheduler.workers[key[0].startswith("draft")]
+            starts = worker.model_runner.extend_graphs.q_start_loc.tolist()
+            assert starts == sorted(starts) and starts[-1] == rows, "requests behind the last have no rows"
+
     for lengths, size in PREFILLS.items():
-        prompts = zoo.prompts(lengths, 6)
+        prompts, rows = zoo.prompts(lengths, 6), sum(lengths)
         assert engine.flush_cache()
-        with replays(engine) as keys:
+        with replays(engine, look) as keys:
             done = run(engine, prompts, {"max_new_tokens": 6}, before=spoil, ref=zoo.ref(),
                        ref_head=zoo.ref_head() if tree else None)  # fmt: skip
         assert done.tokens == [zoo.r0(p, max_new_tokens=6) for p in prompts]

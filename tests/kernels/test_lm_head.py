@@ -93,6 +93,14 @@ def test_large_logits_do_not_overflow(kernels, device):
     torch.testing.assert_close(probs[0], torch.tensor([0.5, 0.5, 0.0], device=device))
 
 
+def test_what_lies_behind_the_vocabulary_counts_for_nothing(kernels, device):
+    """Every logit is far below the zero that a token beyond the last would have."""
+    x, weight = torch.full((2, 8), -100.0, device=device), head(300, 8, device).fill_(2)
+    probs, ids = kernels.linear_topk(x, weight, 4)
+    assert ids.tolist() == [[0, 1, 2, 3]] * 2
+    torch.testing.assert_close(probs, torch.full((2, 4), 1 / 300, device=device))
+
+
 def test_no_rows(kernels, device):
     probs, ids = kernels.linear_topk(torch.empty(0, 8, device=device), head(20, 8, device), 4)
     assert probs.shape == ids.shape == (0, 4)
