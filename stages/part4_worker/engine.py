@@ -8,6 +8,7 @@ attention the schedulers run in processes of their own, and a step of the contro
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import threading
@@ -118,6 +119,7 @@ class Engine:
             self.scheduler.shutdown()
             self.scheduler = None
         if torch.cuda.is_available():
+            gc.collect()  # workers and their graphs refer to one another
             torch.cuda.empty_cache()
 
     def __enter__(self) -> Engine:

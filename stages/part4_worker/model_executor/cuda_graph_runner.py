@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -107,12 +108,7 @@ class CudaGraphRunner:
         collectives = self.dp_group.since(entered) if self.dp_group else ()
         graph = None
         if self._on_gpu:
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(self._stream):  # torch.cuda.graph() would collect garbage every time
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                result = function()
-                graph.capture_end()
+            graph, result = self._record(function)
         for runner, n in zip(self.model_runners, before, strict=True):
             runner.forward_ct = n
         self._graphs[key] = _Recorded(graph, function, result, forwards, collectives)
@@ -129,6 +125,26 @@ class CudaGraphRunner:
         if name not in self._shared:
             self._shared[name] = tensor.new_empty(self.sizes[-1] * rows, *tensor.shape[1:])
         return self._shared[name][: len(tensor)].copy_(tensor)
+
+    def _record(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """A graph that is garbage must not be destroyed while another is recorded: nothing is collected then.
+
+        torch.cuda.graph() collects beforehand instead, for every graph, which takes longer than recording it.
+        """
+        torch.cuda.synchronize()
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    result = function()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        return graph, result
 
     def replay(self, key: Hashable) -> Any:
         recorded = self._graphs[key]
