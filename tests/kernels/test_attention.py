@@ -230,17 +230,40 @@ def test_splits(triton_kernels, device, dtype, tolerance, oracles, split, triton
     assert not triton_attention._tickets(device).any()
 
 
-def test_splits_read_no_scratch_that_was_not_written(triton_kernels, device, split, monkeypatch):
-    """What is in the scratch memory before, and whether its rows are real, changes no bit."""
-    split(4)
-    case, empty = make("long tree"), torch.empty
-    expected = case.run(triton_kernels, device)
+@pytest.fixture
+def scratch(monkeypatch):
+    """A list that fills with every one-dimensional tensor that is made; all new memory is NaN."""
+    made, empty = [], torch.empty
 
     def poisoned(*shape, **options):
-        return empty(*shape, **options).fill_(NAN)
+        tensor = empty(*shape, **options).fill_(NAN)
+        if tensor.dim() == 1:
+            made.append(tensor)
+        return tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    assert torch.equal(case.run(triton_kernels, device), expected)
+    return made
+
+
+def test_splits_read_no_scratch_that_was_not_written(triton_kernels, device, split, monkeypatch, scratch):
+    """What is in the scratch memory before, and whether its rows are real, changes no bit."""
+    split(4)
+    case = make("long tree")
+    poisoned = case.run(triton_kernels, device)
+    monkeypatch.undo()
+    assert len(scratch) == 1 and scratch[0].isnan().any()
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    split(4)
+    assert torch.equal(case.run(triton_kernels, device), poisoned)
+
+
+def test_every_group_of_splits_has_scratch_of_its_own(triton_kernels, device, split, scratch):
+    """Programs of one launch run side by side, if not in the interpreter."""
+    split(4)
+    make("long chunk").run(triton_kernels, device)
+    (parts,) = scratch
+    group = parts.view(2 * 5, 4, -1)  # two requests of up to five blocks of 32 rows, one key head
+    assert (~group[:5].isnan()).any(-1).all()  # the first request has keys for all parts, in each block
 
 
 def test_a_big_batch_is_not_split(triton_kernels, triton_attention, device, split, monkeypatch):
