@@ -364,7 +364,26 @@ def test_short_prompts_are_replayed(stage, engines, zoo, tree):
         assert done.tokens == [zoo.r0(p, max_new_tokens=6) for p in prompts]
         names = ["prefill"] if tree is None else ["prefill", "draft_prefill"]
         prefills = [key for key in keys if key[0].endswith("prefill")]
-        assert prefills == ([] if size is None else [(name, size) for name in names]), lengths
+        assert prefills == ([] if size is None else [(name, (size, 8)) for name in names]), lengths
+
+
+def test_a_prefill_needs_room_for_its_rows_its_requests_and_its_longest(stage, engines, zoo, monkeypatch):
+    module = stage.module("model_executor.extend_cuda_graphs")
+    monkeypatch.setattr(module, "_SHAPES", ((16, 1), (16, 3), (32, 3)))
+    monkeypatch.setattr(module, "_LONGEST", 12)
+    chosen = {}
+    for lengths in ((9,), (4, 5), (10, 7), (4, 4, 4, 4), (13,), (12, 12, 9)):
+        engine = engines.get(cuda_graph_bs=[1, 3], max_running_requests=5)
+        assert engine.flush_cache()
+        prompts = zoo.prompts(lengths, 3)
+        with replays(engine) as keys:
+            assert run(engine, prompts, {"max_new_tokens": 3}).tokens == [
+                zoo.r0(p, max_new_tokens=3) for p in prompts
+            ]
+        chosen[lengths] = [shape for name, shape in keys if name == "prefill"]
+    assert chosen == {
+        (9,): [(16, 1)], (4, 5): [(16, 3)], (10, 7): [(32, 3)], (4, 4, 4, 4): [], (13,): [], (12, 12, 9): [],
+    }  # fmt: skip
 
 
 @shapes

@@ -186,7 +186,7 @@ def triton_attention():
 def split(triton_attention, monkeypatch):
     """split(n): have every small launch split its prefixes n ways; returns a list of the splits it made."""
 
-    def into(splits):
+    def into(splits, share=1):
         made, kernel = [], triton_attention._attention_kernel
 
         class Watched:
@@ -199,6 +199,7 @@ def split(triton_attention, monkeypatch):
 
         monkeypatch.setattr(triton_attention, "_INTERPRETED_SPLIT_GROUPS", 64)
         monkeypatch.setattr(triton_attention, "_SPLITS", splits)
+        monkeypatch.setattr(triton_attention, "_MIN_SHARE", share)
         monkeypatch.setattr(triton_attention, "_attention_kernel", Watched())
         return made
 
@@ -217,9 +218,12 @@ CASES |= {
     "name, splits",
     [("long", 2), ("long", 4), ("long", 16), ("long tree", 2), ("long tree", 8), ("long chunk", 4)],
 )
-def test_splits(triton_kernels, device, dtype, tolerance, oracles, split, triton_attention, name, splits):
+@pytest.mark.parametrize("share", [1, 3])
+def test_splits(
+    triton_kernels, device, dtype, tolerance, oracles, split, triton_attention, name, splits, share
+):
     """The parts add up, twice in a row, and leave the tickets at zero. What no part may read is NaN."""
-    made, case = split(splits), make(name)
+    made, case = split(splits, share), make(name)
     if name not in oracles:
         oracles[name] = case.oracle()
     first = case.run(triton_kernels, device, dtype)

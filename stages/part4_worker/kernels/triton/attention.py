@@ -26,6 +26,7 @@ from .launch import begin, dependent, row_strided, wait_for_inputs
 _BLOCK_N = 64  # a tile of tree columns is then one word of the mask
 # Split or not, and nothing in between: each number of splits is a kernel of its own to compile.
 _SPLITS = 16
+_MIN_SHARE = 3  # a few tiles in one program take no longer than putting parts together
 _SPLIT_GROUPS = 64  # with more groups of programs than this the GPU is busy without
 _INTERPRETED_SPLIT_GROUPS = 0  # the interpreter runs programs one after another
 _LOG2_E = 1.4426950408889634
@@ -48,28 +49,27 @@ def _columns_of(tile, whole_tiles, split, stop, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _keys_and_values(k_head, v_head, slot, inside, slot_stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK_N, BLOCK_D] each. Columns that are not inside are read as zero, whatever lies there."""
+    dim = tl.arange(0, BLOCK_D)
+    offset = slot[:, None] * slot_stride + dim[None, :]
+    loaded = inside[:, None] & (dim[None, :] < D)
+    return tl.load(k_head + offset, mask=loaded, other=0), tl.load(v_head + offset, mask=loaded, other=0)
+
+
+@triton.jit
 def _accumulate(
     q,
     acc,
     top,
     total,
-    k_head,
-    v_head,
-    slot,
-    inside,
+    key,
+    value,
     visible,
-    slot_stride,
     factor,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of online softmax. Columns that are not inside are read as zero, whatever lies there."""
-    dim = tl.arange(0, BLOCK_D)
-    offset = slot[:, None] * slot_stride + dim[None, :]  # [BLOCK_N, BLOCK_D]
-    loaded = inside[:, None] & (dim[None, :] < D)
-    key = tl.load(k_head + offset, mask=loaded, other=0)
-    value = tl.load(v_head + offset, mask=loaded, other=0)
+    """One tile of online softmax."""
     score = tl.dot(q, tl.trans(key), input_precision=PRECISION) * factor  # [BLOCK_M, BLOCK_N]
     score = tl.where(visible, score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1))
@@ -112,6 +112,7 @@ def _attention_kernel(
     WORDS: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLITS: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -141,6 +142,8 @@ def _attention_kernel(
     whole_tiles = tl.cdiv(split, BLOCK_N)
     tiles = whole_tiles + tl.cdiv(stop - split, BLOCK_N)
     share = tl.cdiv(tiles, SPLITS)
+    if SPLITS > 1:
+        share = tl.maximum(share, MIN_SHARE)
     parts_used = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
     if part >= parts_used:
         return
@@ -166,8 +169,15 @@ def _attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    key, value = _keys_and_values(k_head, v_head, slot, start + column < limit, k_stride, D, BLOCK_D)
     while tile < last_tile:
         inside = start + column < limit
+        here = start + column
+        # The next tile is on its way while this one is worked on.
+        start, limit = _columns_of(tile + 1, whole_tiles, split, stop, BLOCK_N)
+        next_inside = (start + column < limit) & (tile + 1 < last_tile)
+        slot = _slots(table, start + column, next_inside, PAGE)
+        next_key, next_value = _keys_and_values(k_head, v_head, slot, next_inside, k_stride, D, BLOCK_D)
         if HAS_MASK:
             word = tile - whole_tiles
             bits = tl.load(words + word, mask=row_inside & (word > 0) & (word < WORDS), other=0)
@@ -175,14 +185,10 @@ def _attention_kernel(
             seen = ((bits[:, None] >> column[None, :].to(tl.int64)) & 1) != 0
             visible = (seen | (tile < whole_tiles)) & inside[None, :]
         else:
-            visible = ((start + column)[None, :] <= prefix + token[:, None]) & inside[None, :]
-        acc, top, total = _accumulate(
-            query, acc, top, total, k_head, v_head, slot, inside, visible, k_stride, factor,
-            D, BLOCK_D, PRECISION,
-        )  # fmt: skip
+            visible = (here[None, :] <= prefix + token[:, None]) & inside[None, :]
+        acc, top, total = _accumulate(query, acc, top, total, key, value, visible, factor, PRECISION)
+        key, value = next_key, next_value
         tile += 1
-        start, limit = _columns_of(tile, whole_tiles, split, stop, BLOCK_N)
-        slot = _slots(table, start + column, (start + column < limit) & (tile < last_tile), PAGE)
 
     if SPLITS > 1:
         if parts_used > 1:
@@ -299,6 +305,7 @@ def attention(
         WORDS=0 if tree_mask is None else mask.shape[2],
         PRECISION="ieee" if exact else "tf32",
         SPLITS=splits,
+        MIN_SHARE=_MIN_SHARE,
         num_warps=8 if block_m > 64 or (exact and block_m > 16) else 4,
         num_stages=2,
         **dependent(q),
