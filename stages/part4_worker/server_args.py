@@ -229,9 +229,13 @@ class ServerArgs:
 
     @property
     def cuda_graph(self) -> bool:
-        """True where CUDA graphs are on: the reference backend reads lengths back, so none records it."""
-        recordable = self.attention_backend != "torch_native" or self.device == "cpu"
-        return self.features.has("cuda_graph") and not self.disable_cuda_graph and recordable
+        """True where CUDA graphs are on. Without a GPU padding only costs, so there they must be asked for.
+
+        The reference backend reads lengths back, which no graph on a GPU can hold.
+        """
+        asked_for = self.cuda_graph_bs is not None or self.cuda_graph_max_bs is not None
+        useful = self.attention_backend != "torch_native" if self.device == "cuda" else asked_for
+        return self.features.has("cuda_graph") and not self.disable_cuda_graph and useful
 
     @property
     def overlap_schedule(self) -> bool:

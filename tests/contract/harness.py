@@ -164,6 +164,13 @@ class Engines:
                 speculative_num_draft_tokens=draft_tokens,
             )
         merged.update(flags)
+        if (
+            self.stage.has("cuda_graph")
+            and not merged.get("disable_cuda_graph")
+            and not merged.get("cuda_graph_bs")
+        ):
+            # Without a GPU graphs must be asked for, and every case is to go through their runner.
+            merged.setdefault("cuda_graph_max_bs", merged["max_running_requests"])
         return {name: value for name, value in merged.items() if value is not None}
 
     def fresh(self, *args, **kwargs):

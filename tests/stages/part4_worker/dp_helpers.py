@@ -38,7 +38,10 @@ class Kept:
         self._made: dict[Any, Engine] = {}
 
     def __call__(self, tree=None, eager=False, **more) -> Engine:
-        more |= {"disable_cuda_graph": True} if eager else {}
+        if eager:
+            more |= {"disable_cuda_graph": True}
+        elif "device" not in self.common:  # without a GPU graphs must be asked for
+            more = {"cuda_graph_max_bs": 16} | more
         key = repr((tree, more))
         if key not in self._made:
             self._made[key] = Engine(**flags(self.zoo, tree, **(self.common | more)))

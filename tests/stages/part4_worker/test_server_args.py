@@ -281,7 +281,8 @@ def test_defaults_and_switching_off_are_never_refused():
     assert not args.cuda_graph and not args.overlap_schedule
     args = make(bare, disable_cuda_graph=True, disable_overlap_schedule=True, disable_radix_cache=True)
     assert not args.cuda_graph and not args.overlap_schedule
-    assert make(EVERYTHING).cuda_graph and not make(EVERYTHING, disable_cuda_graph=True).cuda_graph
+    assert not make(EVERYTHING).cuda_graph, "without a GPU padding only costs"
+    assert make(EVERYTHING, cuda_graph_max_bs=4).cuda_graph and make(EVERYTHING, cuda_graph_bs=[2]).cuda_graph
 
 
 def test_the_stage_file_sorts_every_feature(tmp_path):

@@ -138,7 +138,6 @@ def _weights(weight, row, k, inside, K: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows_kernel(
     x,
-    norm_weight,
     weight,
     bias,
     residual,
@@ -152,6 +151,7 @@ def _few_rows_kernel(
     x_stride,
     residual_stride,
     cache_stride,
+    norm_weight,
     eps,
     K: tl.constexpr,
     UNITS: tl.constexpr,
@@ -166,8 +166,6 @@ def _few_rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if MODE != _QKV:
@@ -220,7 +218,6 @@ def _few_rows_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _tile_kernel(
     x,
-    norm_weight,
     weight,
     bias,
     residual,
@@ -234,7 +231,6 @@ def _tile_kernel(
     x_stride,
     residual_stride,
     cache_stride,
-    eps,
     K: tl.constexpr,
     UNITS: tl.constexpr,
     OUT: tl.constexpr,
@@ -242,7 +238,6 @@ def _tile_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     MODE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -295,20 +290,24 @@ def _launch(
 ) -> torch.Tensor:
     rows, width = x.shape
     norm_weight, eps = norm
-    if plan.block_k is not None and norm_weight is not None:
-        # Norming inside the loop would take each tile out of the pipeline to registers and back.
-        x, norm_weight = rms_norm(x, norm_weight, eps), None
+    if plan.block_k is None:
+        kernel, block_k = _few_rows_kernel, min(triton.next_power_of_2(width), _MAX_BLOCK_K)
+        has_norm = norm_weight is not None
+        own = {"norm_weight": norm_weight if has_norm else x, "eps": eps, "HAS_NORM": has_norm}
+    else:
+        kernel, block_k = _tile_kernel, plan.block_k
+        if norm_weight is not None:
+            # Norming inside the loop would take each tile out of the pipeline to registers and back.
+            x = rms_norm(x, norm_weight, eps)
+        own = {"STAGES": plan.stages, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32"}
     positions, angles, k_cache, v_cache, loc = rotary or (x,) * 5
     kv_heads, dim = k_cache.shape[1:] if rotary else (0, 2)
     units = {0: len(weight), 1: len(weight) // 2, 2: len(weight) // 2}[mode]
     x = row_strided(x)
     residual = None if residual is None else row_strided(residual)
-    kernel = _few_rows_kernel if plan.block_k is None else _tile_kernel
     block_n = plan.block_n if x.is_cuda else max(plan.block_n, _INTERPRETED_BLOCK_N)
-    block_k = min(triton.next_power_of_2(width), _MAX_BLOCK_K) if plan.block_k is None else plan.block_k
     kernel[(triton.cdiv(units, block_n), triton.cdiv(rows, plan.block_m))](
         x,
-        x if norm_weight is None else norm_weight,
         weight,
         x if bias is None else bias,
         x if residual is None else residual,
@@ -322,7 +321,6 @@ def _launch(
         x.stride(0),
         0 if residual is None else residual.stride(0),
         k_cache.stride(0),
-        eps,
         K=width,
         UNITS=units,
         OUT=units,
@@ -330,15 +328,13 @@ def _launch(
         KV_HEADS=kv_heads,
         HALF=dim // 2,
         MODE=mode,
-        HAS_NORM=norm_weight is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         BLOCK_M=plan.block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        STAGES=plan.stages,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=plan.warps,
+        **own,
         **dependent(x),
     )
     return out
