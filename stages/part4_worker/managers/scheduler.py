@@ -96,9 +96,8 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         # A speculative engine never decodes plainly.
         (self.draft_worker or self.tp_worker).init_cuda_graphs(self.graphs)
         self.graphs.capture_all()
-        self._inference_mode = (
-            torch.inference_mode()
-        )  # to make one for each step takes longer than to enter it
+        # To make one for each step takes longer than to enter it.
+        self._inference_mode = torch.inference_mode()
         self.reset()
 
     def _init_memory(self) -> None:

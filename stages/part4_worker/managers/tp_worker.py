@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -124,8 +125,10 @@ class TpModelWorker:
 
     def forward_batch_generation(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
         """Run the model over a step's rows and sample one token per request."""
-        size = self.graphs.padded_size(len(batch.req_pool_indices), batch.global_step)
-        if batch.forward_mode.is_extend() or size is None:
+        size = None
+        if not batch.forward_mode.is_extend():
+            size = self.graphs.padded_size(len(batch.req_pool_indices), batch.global_step)
+        if size is None:
             return self.forward_and_sample(batch, ForwardBatch.init_new(batch, self.model_runner))
         return self._replay_decode(batch, size)
 
@@ -140,7 +143,7 @@ class TpModelWorker:
         )
         return self._sample(batch, rows, positions[:bs])
 
-    def _fill(self, size: int, arrays: list[np.ndarray]) -> None:
+    def _fill(self, size: int, arrays: Sequence[np.ndarray]) -> None:
         self.static_inputs[size].fill(*arrays)
         backend, seq_lens = self.model_runner.attn_backend, arrays[_DECODE_INPUTS.index("seq_lens")]
         backend.init_forward_metadata_replay_cuda_graph(ForwardMode.DECODE, size, seq_lens)

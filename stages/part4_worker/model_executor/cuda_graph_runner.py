@@ -93,9 +93,9 @@ class CudaGraphRunner:
 
     def _capture_size(self, size: int) -> None:
         if size not in self._captured:
-            self._captured.add(size)
             for capture_size in self._captures:
                 capture_size(size)
+            self._captured.add(size)  # last: what broke off is not taken for done
 
     @torch.inference_mode()
     def capture(self, key: Hashable, function: Callable[[], Any]) -> Any:
@@ -103,16 +103,18 @@ class CudaGraphRunner:
         self.is_capturing = True
         before = [runner.forward_ct for runner in self.model_runners]
         entered = self.dp_group.count if self.dp_group else 0
-        result = function()  # compiles kernels and makes what lives longer than a call
-        forwards = [runner.forward_ct - n for runner, n in zip(self.model_runners, before, strict=True)]
-        collectives = self.dp_group.since(entered) if self.dp_group else ()
         graph = None
-        if self._on_gpu:
-            graph, result = self._record(function)
-        for runner, n in zip(self.model_runners, before, strict=True):
-            runner.forward_ct = n
+        try:
+            result = function()  # compiles kernels and makes what lives longer than a call
+            forwards = [runner.forward_ct - n for runner, n in zip(self.model_runners, before, strict=True)]
+            collectives = self.dp_group.since(entered) if self.dp_group else ()
+            if self._on_gpu:
+                graph, result = self._record(function)
+        finally:
+            for runner, n in zip(self.model_runners, before, strict=True):
+                runner.forward_ct = n
+            self.is_capturing = False
         self._graphs[key] = _Recorded(graph, function, result, forwards, collectives)
-        self.is_capturing = False
         return result
 
     def shared(self, name: str, size: int, tensor: torch.Tensor) -> torch.Tensor:

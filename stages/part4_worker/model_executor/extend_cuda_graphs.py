@@ -109,7 +109,6 @@ class ExtendCudaGraphs:
         )
 
     def _capture(self, shape: tuple[int, int]) -> None:
-        self._captured.add(shape)
         self.packed.zero_()  # a larger prompt's last rows would point behind this shape's
         self.q_start_loc.zero_()
         rows, requests = shape
@@ -126,3 +125,4 @@ class ExtendCudaGraphs:
             **fields,
         )
         self.graphs.capture((self.name, shape), partial(self.model_runner.forward_eagerly, forward_batch))
+        self._captured.add(shape)

@@ -260,19 +260,14 @@ class EAGLEWorker(TpModelWorker):
         greedy = batch.sampling_info.is_plain_greedy and not batch.return_logprob
         size = self.graphs.padded_size(batch.batch_size(), batch.global_step)
         if size is None:
-            return self.verify_forward(verify_input, greedy, batch)
+            logits_output = self.target_forward(verify_input, topk=1 if greedy else None)
+            return self.accept(verify_input, logits_output, batch)
         if greedy and not batch.return_hidden_states:
             return self.round_graphs.verify(size)
         return self.round_graphs.verify_with_logits(size, verify_input, batch)
 
-    def verify_forward(
-        self, verify_input: EagleVerifyInput, greedy: bool, batch: ScheduleBatch | None
-    ) -> EagleVerifyOutput:
-        """The device's part of verifying. `batch` may be None for a greedy batch that wants nothing else."""
-        logits_output = self.target_forward(verify_input, topk=1 if greedy else None)
-        return self.accept(verify_input, logits_output, batch)
-
     def target_forward(self, verify_input: EagleVerifyInput, topk: int | None) -> LogitsProcessorOutput:
+        """The target over all nodes: its logits, or with `topk` only the likeliest tokens of each."""
         step, n = verify_input.step, self.speculative_num_draft_tokens
         self.kernels.assign_req_to_token(
             self._table(), step.req_pool_indices, step.seq_lens, step.verify_slots
@@ -304,7 +299,10 @@ class EAGLEWorker(TpModelWorker):
         batch: ScheduleBatch | None,
         readback: Readback | None = None,
     ) -> EagleVerifyOutput:
-        """Choose the paths, settle their KV, and send what the host must know on its way."""
+        """Choose the paths, settle their KV, and send what the host must know on its way.
+
+        `batch` is None in a graph: its requests are greedy and want tokens alone.
+        """
         paths = verify_input.accept(
             logits_output,
             None if batch is None else batch.sampling_info,
@@ -316,14 +314,13 @@ class EAGLEWorker(TpModelWorker):
         if batch is not None:
             batch.sampling_info.append_tokens(paths.tokens, paths.lens)
         hidden_states = logits_output.hidden_states
+        returns_hidden = batch is not None and batch.return_hidden_states
         result = GenerationBatchResult(
             next_token_ids=paths.tokens,
             is_finite=paths.is_finite,
             accept_index=paths.nodes,
             logprobs=None if batch is None else self._score(batch, logits_output.next_token_logits, paths),
-            hidden_states=hidden_states[paths.rows].float()
-            if batch is not None and batch.return_hidden_states
-            else None,
+            hidden_states=hidden_states[paths.rows].float() if returns_hidden else None,
         )
         result.start_read(readback)
         paths = self._settle_accepted(verify_input.step, paths)

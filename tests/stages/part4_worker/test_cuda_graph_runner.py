@@ -120,6 +120,25 @@ def test_a_capture_is_told_from_a_step():
     assert graphs.capture("key", lambda: graphs.is_capturing) is True and not graphs.is_capturing
 
 
+def test_a_capture_that_breaks_off_leaves_nothing_behind():
+    model = SimpleNamespace(forward_ct=5)
+    graphs, fails = runner(1, runners=[model]), [True]
+
+    def function():
+        model.forward_ct += 1
+        if fails:
+            raise OSError("broke off")
+        return torch.ones(1)
+
+    graphs.register(lambda size: graphs.capture(("key", size), function))
+    with pytest.raises(OSError):
+        graphs.padded_size(1)
+    assert not graphs.is_capturing and model.forward_ct == 5
+    fails.clear()
+    assert graphs.padded_size(1) == 1  # tried again, and not taken for done
+    assert graphs.replay(("key", 1)) == 1
+
+
 def test_a_function_that_returns_another_shape_is_noticed():
     graphs, shapes = runner(1), iter([2, 3])
     graphs.capture("key", lambda: torch.ones(next(shapes)))
