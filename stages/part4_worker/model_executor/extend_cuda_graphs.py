@@ -9,11 +9,12 @@ Upstream records decode steps only at v0.4.6.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..layers.logits_processor import LogitsProcessorOutput
+from ..speculative.eagle_info import EagleDraftInput
 from .cuda_graph_runner import CudaGraphRunner
 from .forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
@@ -27,13 +28,6 @@ _LONGEST = 256  # rows of one request
 
 _PER_ROW = ("input_ids", "positions", "out_cache_loc")
 _PER_REQUEST = ("req_pool_indices", "prefix_lens", "seq_lens", "last_rows")
-
-
-class HiddenStates(NamedTuple):
-    """What a draft model takes of its `spec_info`."""
-
-    hidden_states: torch.Tensor  # [rows, hidden]
-    hidden_rows: torch.Tensor | None = None  # which of them goes with each row; None: its own
 
 
 class ExtendCudaGraphs:
@@ -121,7 +115,7 @@ class ExtendCudaGraphs:
             attn_backend=self.model_runner.attn_backend,
             capture_hidden_mode=self.capture_hidden_mode,
             topk=self.topk,
-            spec_info=None if self.hidden_states is None else HiddenStates(self.hidden_states[:rows]),
+            spec_info=None if self.hidden_states is None else EagleDraftInput(self.hidden_states[:rows]),
             **fields,
         )
         self.graphs.capture((self.name, shape), partial(self.model_runner.forward_eagerly, forward_batch))

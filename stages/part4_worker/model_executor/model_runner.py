@@ -67,12 +67,8 @@ class ModelRunner:
         is_draft: bool = False,
     ) -> None:
         """Have short prompts replayed, for callers that ask for these captures; see ExtendCudaGraphs."""
-        # FlashInfer plans a prefill for its lengths, and no rank of a group may differ from another.
-        if (
-            graphs.sizes
-            and self.server_args.attention_backend != "flashinfer"
-            and self.server_args.dp_size == 1
-        ):
+        # Ranks of DP attention agree on the size of a decode step alone.
+        if graphs.sizes and self.attn_backend.records_prefills and self.server_args.dp_size == 1:
             self.extend_graphs = ExtendCudaGraphs(self, graphs, capture_hidden_mode, topk, is_draft)
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:

@@ -13,7 +13,6 @@ import torch
 
 from stages.part4_worker import Engine
 from stages.part4_worker.layers.attention.flashinfer_backend import FlashInferAttnBackend, check_flashinfer
-from stages.part4_worker.model_executor.forward_batch_info import ForwardMode
 from stages.part4_worker.model_executor.model_runner import ModelRunner
 from tests.contract.harness import Zoo, run
 from tests.contract.models import BASE, GROUP3, TargetSpec
@@ -137,13 +136,6 @@ def test_a_graph_is_planned_anew_for_each_batch(fake, page, name):
         pool.backend.init_forward_metadata_replay_cuda_graph(mode, bs, lens)
         assert fake.plans[-1][1] == lens.tolist() + [0] * (bs - len(lens))
         pool.check(batch, q, pool.attend(batch, q), 1e-5)
-
-
-def test_an_idle_batch_plans_nothing(fake):
-    pool = Pool(1)
-    planned, batch = len(fake.plans), pool.batch(ForwardMode.IDLE, 0, 0, False)
-    assert pool.attend(batch, pool.queries(0)).shape == (0, 6, 16)
-    assert len(fake.plans) == planned
 
 
 def test_refusals(fake, monkeypatch):

@@ -274,9 +274,8 @@ def attention(
     groups = bs * kv_heads * blocks
     splits = _SPLITS if groups <= (_SPLIT_GROUPS if q.is_cuda else _INTERPRETED_SPLIT_GROUPS) else 1
     tickets = _tickets(q.device)
-    parts = tickets
+    parts, block_d = tickets, max(16, triton.next_power_of_2(dim))
     if splits > 1:
-        block_d = max(16, triton.next_power_of_2(dim))
         parts = torch.empty(groups * splits * block_m * (block_d + 2), dtype=torch.float32, device=q.device)
     _attention_kernel[(bs, kv_heads, blocks * splits)](
         q,
@@ -297,7 +296,7 @@ def attention(
         KV_HEADS=kv_heads,
         GROUP=group,
         D=dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_D=block_d,
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
         PAGE=page_size,

@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     stages: int = 1
 
 
-# Up to how many rows which plan serves; measured in docs/data/bench/kernels.json. None: the library.
+# Up to how many rows which plan serves, measured on an H200 with tools/bench/kernels.py; beyond: the library.
 PLANS: list[tuple[int, Plan]] = [
     (1, Plan(1, 1, None, 1)),
     (2, Plan(2, 2, None, 1)),
@@ -62,10 +62,10 @@ def plan_for(rows: int, dtype: torch.dtype) -> Plan | None:
 
 
 @triton.jit
-def _columns(unit, OUT: tl.constexpr, HALF: tl.constexpr, MODE: tl.constexpr):
+def _columns(unit, UNITS: tl.constexpr, HALF: tl.constexpr, MODE: tl.constexpr):
     """The weight rows behind a unit of work: its own, or the two that are combined into one result."""
     if MODE == _GATE_UP:
-        return unit, unit + OUT
+        return unit, unit + UNITS
     elif MODE == _QKV:
         first = unit // HALF * (2 * HALF) + unit % HALF
         return first, first + HALF
@@ -92,7 +92,7 @@ def _finish(
     loc,
     residual_stride,
     cache_stride,
-    OUT: tl.constexpr,
+    UNITS: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -102,10 +102,9 @@ def _finish(
 ):
     """What becomes of sums [rows, units]: `inside` says which of them are real."""
     if HAS_BIAS:
-        columns_inside = unit < (Q_HEADS + 2 * KV_HEADS) * HALF if MODE == _QKV else unit < OUT
-        acc += tl.load(bias + first, mask=columns_inside, other=0).to(tl.float32)[None, :]
+        acc += tl.load(bias + first, mask=unit < UNITS, other=0).to(tl.float32)[None, :]
         if MODE != _PLAIN:
-            acc2 += tl.load(bias + second, mask=columns_inside, other=0).to(tl.float32)[None, :]
+            acc2 += tl.load(bias + second, mask=unit < UNITS, other=0).to(tl.float32)[None, :]
     if MODE == _QKV:
         head, half = (unit // HALF)[None, :], (unit % HALF)[None, :]
         rows_inside = tl.max(inside.to(tl.int32), 1) > 0
@@ -127,7 +126,7 @@ def _finish(
         if HAS_RESIDUAL:
             place = residual + row[:, None] * residual_stride + unit[None, :]
             acc += tl.load(place, mask=inside, other=0).to(tl.float32)
-        tl.store(out + row[:, None] * OUT + unit[None, :], acc.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + row[:, None] * UNITS + unit[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -155,7 +154,6 @@ def _few_rows_kernel(
     eps,
     K: tl.constexpr,
     UNITS: tl.constexpr,
-    OUT: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -172,7 +170,7 @@ def _few_rows_kernel(
         begin(PDL)
     unit = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     unit_inside = unit < UNITS
-    first, second = _columns(unit, OUT, HALF, MODE)
+    first, second = _columns(unit, UNITS, HALF, MODE)
     column = tl.arange(0, BLOCK_K)
     w = _weights(weight, first, column, unit_inside, K)
     w2 = _weights(weight, second, column, unit_inside, K) if MODE != _PLAIN else w
@@ -210,8 +208,8 @@ def _few_rows_kernel(
     row_inside = row < rows
     _finish(
         acc, acc2, row, unit, first, second, row_inside[:, None] & unit_inside[None, :], bias, residual, out,
-        positions, angles, k_cache, v_cache, loc, residual_stride, cache_stride, OUT, Q_HEADS, KV_HEADS, HALF,
-        MODE, HAS_BIAS, HAS_RESIDUAL,
+        positions, angles, k_cache, v_cache, loc, residual_stride, cache_stride, UNITS, Q_HEADS, KV_HEADS,
+        HALF, MODE, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
 
 
@@ -233,7 +231,6 @@ def _tile_kernel(
     cache_stride,
     K: tl.constexpr,
     UNITS: tl.constexpr,
-    OUT: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -251,7 +248,7 @@ def _tile_kernel(
         begin(PDL)
     unit = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     unit_inside = unit < UNITS
-    first, second = _columns(unit, OUT, HALF, MODE)
+    first, second = _columns(unit, UNITS, HALF, MODE)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_inside = row < rows
     column = tl.arange(0, BLOCK_K)
@@ -272,8 +269,8 @@ def _tile_kernel(
             acc2 = tl.dot(value, tl.trans(w2), acc2, input_precision=PRECISION)
     _finish(
         acc, acc2, row, unit, first, second, row_inside[:, None] & unit_inside[None, :], bias, residual, out,
-        positions, angles, k_cache, v_cache, loc, residual_stride, cache_stride, OUT, Q_HEADS, KV_HEADS, HALF,
-        MODE, HAS_BIAS, HAS_RESIDUAL,
+        positions, angles, k_cache, v_cache, loc, residual_stride, cache_stride, UNITS, Q_HEADS, KV_HEADS,
+        HALF, MODE, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
 
 
@@ -288,6 +285,7 @@ def _launch(
     residual: torch.Tensor | None = None,
     rotary: tuple[torch.Tensor, ...] | None = None,
 ) -> torch.Tensor:
+    """Fill `out`: a unit is a result of its own, or in modes other than _PLAIN two weight rows made one."""
     rows, width = x.shape
     norm_weight, eps = norm
     if plan.block_k is None:
@@ -302,7 +300,7 @@ def _launch(
         own = {"STAGES": plan.stages, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32"}
     positions, angles, k_cache, v_cache, loc = rotary or (x,) * 5
     kv_heads, dim = k_cache.shape[1:] if rotary else (0, 2)
-    units = {0: len(weight), 1: len(weight) // 2, 2: len(weight) // 2}[mode]
+    units = len(weight) if mode == _PLAIN.value else len(weight) // 2
     x = row_strided(x)
     residual = None if residual is None else row_strided(residual)
     block_n = plan.block_n if x.is_cuda else max(plan.block_n, _INTERPRETED_BLOCK_N)
@@ -323,7 +321,6 @@ def _launch(
         k_cache.stride(0),
         K=width,
         UNITS=units,
-        OUT=units,
         Q_HEADS=len(weight) // dim - 2 * kv_heads,
         KV_HEADS=kv_heads,
         HALF=dim // 2,
@@ -353,7 +350,7 @@ def linear(
             return F.linear(x, weight, bias)
         return torch.addmm(residual if bias is None else residual + bias, x, weight.t())
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    return _launch(plan, 0, x, weight, bias, out, residual=residual) if len(x) else out
+    return _launch(plan, _PLAIN.value, x, weight, bias, out, residual=residual) if len(x) else out
 
 
 def norm_gate_up(
@@ -364,7 +361,7 @@ def norm_gate_up(
     if plan is None:
         return silu_and_mul(F.linear(rms_norm(x, norm_weight, eps), weight, bias))
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    return _launch(plan, 1, x, weight, bias, out, (norm_weight, eps)) if len(x) else out
+    return _launch(plan, _GATE_UP.value, x, weight, bias, out, (norm_weight, eps)) if len(x) else out
 
 
 def norm_qkv_rotary_store(
@@ -387,4 +384,6 @@ def norm_qkv_rotary_store(
         return rotary_store(F.linear(normed, weight, bias), *rotary)
     kv_heads, dim = k_cache.shape[1:]
     q = torch.empty(len(x), len(weight) // dim - 2 * kv_heads, dim, dtype=x.dtype, device=x.device)
-    return _launch(plan, 2, x, weight, bias, q, (norm_weight, eps), rotary=rotary) if len(x) else q
+    if not len(x):
+        return q
+    return _launch(plan, _QKV.value, x, weight, bias, q, (norm_weight, eps), rotary=rotary)

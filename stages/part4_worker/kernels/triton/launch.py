@@ -6,6 +6,10 @@ Programmatic dependent launch (Hopper and newer): a kernel that calls `begin` le
 still runs, and must call `wait_for_inputs` before it touches anything but weights: until then nothing that
 any earlier kernel of the chain writes may be there. What the next kernel does before that (being launched,
 loading weights) costs nothing. Elsewhere both are nothing.
+
+Whoever has waited for one kernel has waited for all before it, since that one waited too: of every kernel at
+least one program has to, and those that have nothing to do may leave before. A kernel that begins only after
+it has waited promises the next one more: what is older than itself may be read without waiting.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 class AttentionBackend:
+    records_prefills = True  # False where each prefill is planned for its own lengths
+
     def __init__(self, model_runner: ModelRunner):
         self.kernels = model_runner.kernels
         self.kv_pool = model_runner.token_to_kv_pool

@@ -54,6 +54,8 @@ def check_flashinfer(dtype: torch.dtype, head_dim: int) -> None:
 
 
 class FlashInferAttnBackend(AttentionBackend):
+    records_prefills = False
+
     def __init__(self, model_runner: ModelRunner):
         super().__init__(model_runner)
         config = model_runner.model_config
@@ -65,8 +67,6 @@ class FlashInferAttnBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Lay slots and mask out on the device; plan first if the batch does not bring its plan along."""
-        if not len(forward_batch.req_pool_indices):  # IDLE
-            return
         if forward_batch.attn_metadata is None and forward_batch.seq_lens_cpu is None:
             forward_batch.attn_metadata = self._graph_plan(forward_batch)
         elif forward_batch.attn_metadata is None:
@@ -93,8 +93,7 @@ class FlashInferAttnBackend(AttentionBackend):
 
     def forward(self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if len(q):
-            forward_batch.attn_metadata.wrapper.run(q, self._paged(layer.layer_id), out=out)
+        forward_batch.attn_metadata.wrapper.run(q, self._paged(layer.layer_id), out=out)
         return out
 
     # ---- graphs ----
