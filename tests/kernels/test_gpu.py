@@ -100,7 +100,7 @@ class Round:
         kernels.create_kv_indices(self.table, self.requests, self.prefixes + N, self.kv_indptr, kv_indices, 1)
         custom_mask = torch.zeros(N * self.bs * 128, dtype=torch.uint8, device=self.device)
         kernels.create_custom_mask(mask, self.prefixes, self.kv_indptr, custom_mask, 128)
-        probs, ids = kernels.topk_softmax(self.logits, TOPK)
+        best, ids = kernels.top_k(self.logits, TOPK)
         targets = kernels.argmax(self.logits).view(self.bs, N)
         guesses = ids[:, 0].view(self.bs, N).roll(1, dims=1)
         full = torch.softmax(self.logits * 3, -1)
@@ -112,7 +112,7 @@ class Round:
         numbers = kernels.philox_uniform(self.seeds, self.prefixes, 0)
         drawn = kernels.sample_from_probs(full[::N], self.seeds, self.prefixes)
         return [
-            q, k, v, attended, x, gated, out, normed, silu, again, *likely, exact, probs, ids, *tree, *greedy,
+            q, k, v, attended, x, gated, out, normed, silu, again, *likely, exact, best, ids, *tree, *greedy,
             *sampled, numbers, drawn, kv_indices, custom_mask, *levels, *candidates, *beams, paired,
         ]  # fmt: skip
 

@@ -46,7 +46,7 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def topk_softmax(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest softmax probabilities of each row, without storing the others.
+    """The k largest softmax probabilities of each row; what linear_topk makes of its logits.
 
     Args:
         logits: [rows, V].

@@ -10,7 +10,7 @@ from .lm_head import linear_topk
 from .random import USE_ACCEPT, USE_SAMPLE, philox_uniform
 from .req_to_token import assign_draft_cache_locs, assign_req_to_token
 from .sampling import sample_from_probs
-from .topk import argmax, top_k, topk_softmax
+from .topk import argmax, top_k
 from .tree import build_tree, grow_tree
 from .verify import tree_speculative_sampling_target_only, verify_tree_greedy
 
@@ -38,7 +38,6 @@ __all__ = [
     "sample_from_probs",
     "silu_and_mul",
     "top_k",
-    "topk_softmax",
     "tree_speculative_sampling_target_only",
     "verify_tree_greedy",
 ]

@@ -105,4 +105,4 @@ def linear_topk(
         num_warps=4,
         **dependent(x),
     )
-    return select(x, keys, maxima, sums, probs, ids, blocks, softmax=True)
+    return select(x, keys, probs, ids, blocks, softmax=(maxima, sums))

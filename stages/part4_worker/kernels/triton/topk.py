@@ -39,32 +39,12 @@ def value_of_key(key):
 
 
 @triton.jit
-def _sum_exp(x, inside, base):
-    safe = tl.where(base == float("-inf"), 0.0, base)
-    return tl.sum(tl.where(inside, tl.exp(x - safe), 0.0), 0)
-
-
-@triton.jit
-def _block_kernel(
-    x,
-    keys,
-    maxima,
-    sums,
-    stride,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _block_kernel(x, keys, stride, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = block * BLOCK + tl.arange(0, BLOCK)
     inside = index < N
     value = tl.load(x + row * stride + index, mask=inside, other=float("-inf")).to(tl.float32)
     cell = row * tl.num_programs(1) + block
-    if SOFTMAX:
-        base = tl.max(value, 0)
-        tl.store(maxima + cell, base)
-        tl.store(sums + cell, _sum_exp(value, inside, base))
     key = sort_keys(value, index, inside)
     for rank in range(K):
         best = tl.max(key, 0)
@@ -98,18 +78,15 @@ def _select_kernel(
     if BLOCKS == 0:
         x_value = tl.load(x + row * stride + index, mask=inside, other=float("-inf")).to(tl.float32)
         key = sort_keys(x_value, index, inside)
-        base = tl.max(x_value, 0)
-        total = _sum_exp(x_value, inside, base) if SOFTMAX else 1.0
     else:
         key = tl.load(keys + row * COUNT + index, mask=inside, other=NO_KEY)
+    if SOFTMAX:
         base = value_of_key(tl.max(key, 0))
-        total = 1.0
-        if SOFTMAX:
-            block = tl.arange(0, BLOCKS2)
-            there = block < BLOCKS
-            part = tl.load(sums + row * BLOCKS + block, mask=there, other=0)
-            peak = tl.load(maxima + row * BLOCKS + block, mask=there, other=float("-inf"))
-            total = tl.sum(part * tl.exp(peak - base), 0)
+        block = tl.arange(0, BLOCKS2)
+        there = block < BLOCKS
+        part = tl.load(sums + row * BLOCKS + block, mask=there, other=0)
+        peak = tl.load(maxima + row * BLOCKS + block, mask=there, other=float("-inf"))
+        total = tl.sum(part * tl.exp(peak - base), 0)
     for rank in range(K):
         best = tl.max(key, 0)
         value = value_of_key(best)
@@ -123,20 +100,19 @@ def _select_kernel(
 def select(
     x: torch.Tensor,
     keys: torch.Tensor,
-    maxima: torch.Tensor,
-    sums: torch.Tensor,
     values: torch.Tensor,
     indices: torch.Tensor,
     blocks: int,
-    softmax: bool,
+    softmax: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill values and indices [rows, k] from keys [rows, blocks, k], or from x [rows, n] if blocks is 0.
 
-    With `softmax` values become probabilities, from the maximum and the sum of exponentials of each block
-    [rows, blocks].
+    With `softmax`, the maximum and the sum of exponentials of each block [rows, blocks], values become
+    probabilities.
     """
     rows, k = indices.shape
     count = blocks * k or x.shape[1]
+    maxima, sums = softmax or (keys, keys)
     _select_kernel[(rows,)](
         x,
         keys,
@@ -148,7 +124,7 @@ def select(
         COUNT=count,
         BLOCKS=blocks,
         K=k,
-        SOFTMAX=softmax,
+        SOFTMAX=softmax is not None,
         BLOCK=triton.next_power_of_2(count),
         BLOCKS2=triton.next_power_of_2(max(blocks, 1)),
         num_warps=1 if count <= 64 else 4,
@@ -157,37 +133,22 @@ def select(
     return values, indices
 
 
-def _largest(x: torch.Tensor, k: int, softmax: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, n = x.shape
-    x = row_strided(x)
-    device = x.device
-    values = torch.empty(rows, k, dtype=torch.float32 if softmax else x.dtype, device=device)
-    indices = torch.empty(rows, k, dtype=torch.int64, device=device)
-    if rows == 0:
-        return values, indices
-    keys = maxima = sums = indices
-    blocks = 0
-    if n > _BLOCK:
-        blocks = triton.cdiv(n, _BLOCK)
-        keys = torch.empty(rows, blocks, k, dtype=torch.int64, device=device)
-        if softmax:
-            maxima, sums = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
-        _block_kernel[(rows, blocks)](
-            x, keys, maxima, sums, x.stride(0), N=n, K=k, SOFTMAX=softmax, BLOCK=_BLOCK, num_warps=8
-        )
-    return select(x, keys, maxima, sums, values, indices, blocks, softmax)
-
-
 def top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See the native twin."""
-    return _largest(x, k, False)
+    rows, n = x.shape
+    x = row_strided(x)
+    values = torch.empty(rows, k, dtype=x.dtype, device=x.device)
+    indices = torch.empty(rows, k, dtype=torch.int64, device=x.device)
+    if rows == 0:
+        return values, indices
+    keys, blocks = indices, 0
+    if n > _BLOCK:
+        blocks = triton.cdiv(n, _BLOCK)
+        keys = torch.empty(rows, blocks, k, dtype=torch.int64, device=x.device)
+        _block_kernel[(rows, blocks)](x, keys, x.stride(0), N=n, K=k, BLOCK=_BLOCK, num_warps=8)
+    return select(x, keys, values, indices, blocks)
 
 
 def argmax(x: torch.Tensor) -> torch.Tensor:
     """See the native twin."""
-    return _largest(x, 1, False)[1].squeeze(-1)
-
-
-def topk_softmax(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the native twin."""
-    return _largest(logits, k, True)
+    return top_k(x, 1)[1].squeeze(-1)
