@@ -222,7 +222,7 @@ class ServerArgs:
         values = {**defaults, **given}
         _check_relations(values, {name: value for name, value in given.items() if value != defaults[name]})
         _resolve_device(values, features)
-        _resolve_speculation(values, given, features)
+        _resolve_speculation(values, features)
         values["features"] = features
         values["tokenizer_path"] = values["tokenizer_path"] or values["model_path"]
         return cls(**values)
@@ -343,7 +343,7 @@ def _resolve_device(values: dict[str, Any], features: Features) -> None:
         check_device("triton", values["device"])
 
 
-def _resolve_speculation(values: dict[str, Any], given: dict[str, Any], features: Features) -> None:
+def _resolve_speculation(values: dict[str, Any], features: Features) -> None:
     """Fill in steps, topk and draft tokens, and refuse numbers that no tree can have.
 
     None given: (5, 4, 8), the values that v0.4.6 chooses by itself; (5, 1, 6) in a stage without trees. Some

@@ -33,7 +33,8 @@ _LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _slots(table, position, inside, PAGE: tl.constexpr):
+def slots_at(table, position, inside, PAGE: tl.constexpr):
+    """Slots of a request's positions; with pages, `table` is read only where a page begins."""
     if PAGE == 1:
         return tl.load(table + position, mask=inside, other=0).to(tl.int64)
     offset = position % PAGE
@@ -41,11 +42,11 @@ def _slots(table, position, inside, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _columns_of(tile, whole_tiles, split, stop, BLOCK_N: tl.constexpr):
+def _columns_of(tile, whole_tiles, border, stop, BLOCK_N: tl.constexpr):
     """First column of a tile, and the column where it ends if not before."""
     behind = tile >= whole_tiles
-    start = tl.where(behind, split + (tile - whole_tiles) * BLOCK_N, tile * BLOCK_N)
-    return start, tl.where(behind, stop, split)
+    start = tl.where(behind, border + (tile - whole_tiles) * BLOCK_N, tile * BLOCK_N)
+    return start, tl.where(behind, stop, border)
 
 
 @triton.jit
@@ -133,14 +134,14 @@ def _attention_kernel(
     # Tiles of columns: those that every row sees, then those behind the prefix, which the tree mask rules.
     # Without a mask there is one kind, and a row sees what does not lie behind its own position.
     if HAS_MASK:
-        split = tl.minimum(prefix, kv_len)
+        border = tl.minimum(prefix, kv_len)
         stop = kv_len
     else:
         last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
         stop = tl.minimum(prefix + last_token + 1, kv_len)
-        split = stop
-    whole_tiles = tl.cdiv(split, BLOCK_N)
-    tiles = whole_tiles + tl.cdiv(stop - split, BLOCK_N)
+        border = stop
+    whole_tiles = tl.cdiv(border, BLOCK_N)
+    tiles = whole_tiles + tl.cdiv(stop - border, BLOCK_N)
     share = tl.cdiv(tiles, SPLITS)
     if SPLITS > 1:
         share = tl.maximum(share, MIN_SHARE)
@@ -150,8 +151,8 @@ def _attention_kernel(
     tile = part * share
     last_tile = tl.minimum(tile + share, tiles)
     column = tl.arange(0, BLOCK_N)
-    start, limit = _columns_of(tile, whole_tiles, split, stop, BLOCK_N)
-    slot = _slots(table, start + column, start + column < limit, PAGE)
+    start, limit = _columns_of(tile, whole_tiles, border, stop, BLOCK_N)
+    slot = slots_at(table, start + column, start + column < limit, PAGE)
     # Row m of the tile is query token m // GROUP, head m % GROUP of this group.
     m = first_row + tl.arange(0, BLOCK_M)
     token = m // GROUP
@@ -174,9 +175,9 @@ def _attention_kernel(
         inside = start + column < limit
         here = start + column
         # The next tile is on its way while this one is worked on.
-        start, limit = _columns_of(tile + 1, whole_tiles, split, stop, BLOCK_N)
+        start, limit = _columns_of(tile + 1, whole_tiles, border, stop, BLOCK_N)
         next_inside = (start + column < limit) & (tile + 1 < last_tile)
-        slot = _slots(table, start + column, next_inside, PAGE)
+        slot = slots_at(table, start + column, next_inside, PAGE)
         next_key, next_value = _keys_and_values(k_head, v_head, slot, next_inside, k_stride, D, BLOCK_D)
         if HAS_MASK:
             word = tile - whole_tiles

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import _slots
+from .attention import slots_at
 from .launch import row_strided
 
 _BLOCK = 512
@@ -33,7 +33,7 @@ def _kv_indices_kernel(
     inside = position < kv_len
     last = tl.load(seq_lens + request).to(tl.int32) - 1
     table = req_to_token + tl.load(req_pool_indices + request) * table_stride
-    slot = _slots(table, tl.maximum(tl.minimum(position, last), 0), inside, PAGE)
+    slot = slots_at(table, tl.maximum(tl.minimum(position, last), 0), inside, PAGE)
     tl.store(kv_indices + begin + position, slot.to(tl.int32), mask=inside)
 
 
