@@ -29,7 +29,7 @@ class Beams(NamedTuple):
 
 
 class AcceptedPaths(NamedTuple):
-    """The way down each tree: column j is its j-th node, the root first. Width is num_steps + 1."""
+    """The way down each tree: column j is its j-th node, the root first. Width is the longest way."""
 
     # What the host reads.
     tokens: torch.Tensor  # [bs, width] what the target says after the node, 0 behind the path

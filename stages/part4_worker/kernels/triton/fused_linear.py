@@ -1,14 +1,13 @@
 """Linear layers for few rows, with all that stands around them in the same kernel.
 
-With few rows a layer's matrix product is latency and not bytes: a library's kernel takes 4 µs for bytes
-that take 0.5, and norms, rotary embedding, residual and gate cost a launch each on top. Here a layer is four
-kernels beside its attention. Each of them loads its weights before it waits for the kernel before it, so that
-one kernel's memory latency hides behind another's.
+With few rows a layer's matrix product is latency and not bytes, and norms, rotary embedding, residual and
+gate would cost a launch each on top. Here a layer is four kernels beside its attention, six with its norms.
 
 Two shapes of kernel. Very few rows multiply on the CUDA cores: one warp holds a weight row or two, so that no
-sum crosses a warp and nothing is synchronised. More rows use the tensor cores in a deeply pipelined loop over
-the inner dimension. `PLANS` says which is used up to how many rows, and where the library's matrix product
-takes over.
+sum crosses a warp and nothing is synchronised. It loads them before it waits for the kernel before it, and so
+one kernel's memory latency hides behind another's. More rows use the tensor cores in a deeply pipelined loop
+over the inner dimension, behind a norm by itself. `PLANS` says which is used up to how many rows, and where
+the library's matrix product takes over.
 """
 
 from __future__ import annotations
