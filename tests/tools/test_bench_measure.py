@@ -248,6 +248,7 @@ def test_steady_rounds_on_a_gpu_know_the_host_where_graphs_are_on(flags) -> None
         Probe(engine).check_idle()
         if engine.get_server_info()["is_on"]["cuda_graph"]:
             assert {"draft", "verify", "draft extend"} <= set(found.phases)
-            assert 0 < found.host < max(found.rounds)
+            # A GPU that others use as well may take longer alone than in a round, so host may be below zero.
+            assert min(found.device) > 0 and found.host < max(found.rounds)
         else:
             assert found.host is None

@@ -82,11 +82,12 @@ class Penalties:
             return
         tokens = [token for tokens in tokens_of_rows for token in tokens]
         index = send(torch.tensor([rows, tokens], dtype=torch.int64), self.device)  # [2, marks]
-        if table.dtype == torch.bool:
-            table[index[0], index[1]] = True
-            return
-        values = torch.ones(len(rows)) if amounts is None else amounts
-        table.index_put_((index[0], index[1]), send(values.to(table.dtype), self.device), accumulate=True)
+        if amounts is None:
+            values = torch.ones(len(rows), dtype=table.dtype, device=self.device)
+        else:
+            values = send(amounts.to(table.dtype), self.device)
+        adds = table.dtype != torch.bool
+        table.index_put_((index[0], index[1]), values, accumulate=adds)
 
     def _refresh(self) -> None:
         """Rebuild what follows from the parameters; called when rows change, not in every step."""

@@ -398,7 +398,7 @@ class EAGLEWorker(TpModelWorker):
         places = (batch.req_pool_indices * table.shape[1] + batch.seq_lens)[:, None] + columns
         evict_mask = np.ones(bs * n, dtype=bool)
         result = output.result.read()
-        accept_index = result.accept_index[:bs]
+        accept_index = result.accept_index[:bs].copy()  # what is kept; the result says what was accepted
         counts = []
         for i, req in enumerate(batch.reqs):
             count, accepted = req.take(result, i), len(result.tokens[i])

@@ -183,7 +183,7 @@ def kernels_of(engine, key) -> list[str]:
     graphs = engine.scheduler.graphs
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         with torch.inference_mode():
             graphs.replay(key)
         torch.cuda.synchronize()

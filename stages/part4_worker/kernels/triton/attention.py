@@ -170,15 +170,10 @@ def _attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    key, value = _keys_and_values(k_head, v_head, slot, start + column < limit, k_stride, D, BLOCK_D)
     while tile < last_tile:
-        inside = start + column < limit
         here = start + column
-        # The next tile is on its way while this one is worked on.
-        start, limit = _columns_of(tile + 1, whole_tiles, border, stop, BLOCK_N)
-        next_inside = (start + column < limit) & (tile + 1 < last_tile)
-        slot = slots_at(table, start + column, next_inside, PAGE)
-        next_key, next_value = _keys_and_values(k_head, v_head, slot, next_inside, k_stride, D, BLOCK_D)
+        inside = here < limit
+        key, value = _keys_and_values(k_head, v_head, slot, inside, k_stride, D, BLOCK_D)
         if HAS_MASK:
             word = tile - whole_tiles
             bits = tl.load(words + word, mask=row_inside & (word > 0) & (word < WORDS), other=0)
@@ -188,8 +183,9 @@ def _attention_kernel(
         else:
             visible = (here[None, :] <= prefix + token[:, None]) & inside[None, :]
         acc, top, total = _accumulate(query, acc, top, total, key, value, visible, factor, PRECISION)
-        key, value = next_key, next_value
         tile += 1
+        start, limit = _columns_of(tile, whole_tiles, border, stop, BLOCK_N)
+        slot = slots_at(table, start + column, (start + column < limit) & (tile < last_tile), PAGE)
 
     if SPLITS > 1:
         if parts_used > 1:
