@@ -202,6 +202,11 @@ def test_a_device_or_backend_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     args = make(device=None)
     assert (args.device, args.attention_backend) == ("cuda", "triton")
+    reference = {"device": "cuda", "attention_backend": "torch_native"}
+    assert not make(EVERYTHING, **reference).cuda_graph
+    for flag in ({"cuda_graph_bs": [2]}, {"cuda_graph_max_bs": 4}):
+        with pytest.raises(ValueError, match=f"{next(iter(flag))}=.*which no graph can hold"):
+            make(EVERYTHING, **reference, **flag)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"flashinfer-python.*pip install '\.\[gpu\]'"):
         make(EVERYTHING, device="cuda", attention_backend="flashinfer")
