@@ -332,8 +332,8 @@ def _resolve_device(values: dict[str, Any], features: Features) -> None:
     asked_for = [name for name in ("cuda_graph_bs", "cuda_graph_max_bs") if values[name] is not None]
     if asked_for and values["device"] == "cuda" and values["attention_backend"] == "torch_native":
         raise ValueError(
-            f"{asked_for[0]}={values[asked_for[0]]!r} asks for CUDA graphs, and attention_backend='torch_native' "
-            "reads lengths back, which no graph can hold; use 'triton' or leave it out."
+            f"{asked_for[0]}={values[asked_for[0]]!r} asks for CUDA graphs, and attention_backend="
+            "'torch_native' reads lengths back, which no graph can hold; use 'triton' or leave it out."
         )
     if values["attention_backend"] == "flashinfer":
         if values["device"] != "cuda":
