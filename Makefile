@@ -53,10 +53,9 @@ model: $(SETUP) ## the embedded model and its draft head, in $FLEDGE_CACHE or ~/
 demo: model ## the engines on the same prompts, as a table
 	@$(PY) -m tools compare
 
-# Two files of tests at a time, with one thread each; a third process would want another two gigabytes.
+# Two files of tests at a time; a third process would want another two gigabytes.
 TWO_AT_A_TIME = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf '%s' '-n 2 --dist loadfile')
 
-test: export OMP_NUM_THREADS ?= 1
 test: model ## the whole suite; what needs a GPU is skipped where there is none
 	@$(PY) -m pytest $(TWO_AT_A_TIME)
 

@@ -2,9 +2,9 @@
 
 import os
 
-# Before torch is imported anywhere. Tiny models lose more to waking threads than they win, and no test may
-# reach for a hub.
-os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+# Before torch is imported anywhere. Tiny models lose more to waking threads than they win; `make test` runs
+# two processes. No test may reach for a hub.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -14,7 +14,6 @@ if str(REPO) not in sys.path:
     sys.path.insert(0, str(REPO))
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 
 from tests.contract.harness import Engines, Stage, Zoo  # noqa: E402
 
@@ -64,14 +63,6 @@ def pytest_collection_modifyitems(config, items):
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

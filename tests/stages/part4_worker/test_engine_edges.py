@@ -27,14 +27,6 @@ ODD = dataclasses.replace(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("zoo"))
