@@ -64,14 +64,14 @@ def measure_floor(
     target = find_model(model)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     kind = engine_dtype(config, device, dtype)
-    bench = _Bench(device)
+    bench = Bench(device)
     found: dict[str, Any] = {
         "weight_bytes": weight_bytes(target, find_model(head) if head else None, kind.itemsize)
     }
     with torch.inference_mode():
         advance("copy bandwidth")
         found["copy_bytes_per_second"] = bench.copy_bandwidth()
-        weights = _layer_weights(config, kind, device)
+        weights = layer_weights(config, kind, device)
         rows_of = {rows: torch.randn(rows, config["hidden_size"], dtype=kind, device=device) for rows in ROWS}
         advance("layer matmuls")
         found["layer_matmuls"] = {
@@ -104,7 +104,7 @@ def engine_dtype(config: dict[str, Any], device: str, dtype: str) -> torch.dtype
     return getattr(torch, dtype)
 
 
-def _layer_weights(config: dict[str, Any], dtype: torch.dtype, device: str) -> list[list[torch.Tensor]]:
+def layer_weights(config: dict[str, Any], dtype: torch.dtype, device: str) -> list[list[torch.Tensor]]:
     """Random weights of the four matmuls of each layer, all different, so that no cache serves them twice."""
     hidden, mlp = config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
@@ -131,7 +131,7 @@ def _chain(layers: list[list[torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class _Bench:
+class Bench:
     """Times functions on one device; on a GPU each is captured in a graph that is replayed."""
 
     def __init__(self, device: str):

@@ -17,7 +17,13 @@ from typing import Any
 
 import torch
 
-LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, DIM = 30, 576, 1536, 9, 3, 64
+from .floor import Bench, layer_weights
+
+MODEL = {
+    "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536,
+    "num_attention_heads": 9, "num_key_value_heads": 3,
+}  # fmt: skip
+DTYPE = torch.bfloat16
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
 STAGE = "stages.part4_worker"
 
@@ -45,26 +51,20 @@ def candidates(fused: Any, rows: int) -> list[Any]:
 class Layers:
     """Weights and buffers; `run` is one pass through the linear operations of all layers."""
 
-    def __init__(self, kernels: Any, rows: int):
-        def weights(out: int, width: int) -> list[torch.Tensor]:
-            shape = (out, width)
-            return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.03 for _ in range(LAYERS)]
+    def __init__(self, kernels: Any, rows: int, device: str):
+        self.kernels = kernels
+        self.weights = layer_weights(MODEL, DTYPE, device)
+        self.norm = torch.ones(MODEL["hidden_size"], dtype=DTYPE, device=device)
+        dim = MODEL["hidden_size"] // MODEL["num_attention_heads"]
+        cache = (2, rows + 1, MODEL["num_key_value_heads"], dim)
+        self.cache = torch.empty(cache, dtype=DTYPE, device=device)
+        self.angles = torch.rand(rows + 1, dim, device=device)
+        self.loc = torch.arange(1, rows + 1, device=device)
+        self.x = torch.randn(rows, MODEL["hidden_size"], dtype=DTYPE, device=device)
 
-        self.kernels, self.rows = kernels, rows
-        self.qkv = weights((HEADS + 2 * KV_HEADS) * DIM, HIDDEN)
-        self.o, self.gate_up, self.down = (
-            weights(HIDDEN, HEADS * DIM),
-            weights(2 * INNER, HIDDEN),
-            weights(HIDDEN, INNER),
-        )
-        self.norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
-        self.cache = torch.empty(2, rows + 1, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-        self.angles = torch.rand(8192, DIM, device="cuda")
-        self.loc = torch.arange(1, rows + 1, device="cuda")
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        k = self.kernels
-        for qkv, o, gate_up, down in zip(self.qkv, self.o, self.gate_up, self.down, strict=True):
+    def run(self) -> torch.Tensor:
+        k, x = self.kernels, self.x
+        for qkv, o, gate_up, down in self.weights:
             q = k.norm_qkv_rotary_store(
                 x, self.norm, 1e-5, qkv, None, self.loc, self.angles, *self.cache, self.loc
             )
@@ -73,37 +73,22 @@ class Layers:
         return x
 
 
-def microseconds(layers: Layers, repeats: int = 15) -> float:
-    """Median time of one pass, replayed as a graph."""
-    x = torch.randn(layers.rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    layers.run(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layers.run(x)
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(4):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 250)
-    return statistics.median(times)
+def microseconds(layers: Layers, bench: Bench) -> float:
+    """Median time of one pass."""
+    return statistics.median(bench.seconds(layers.run)) * 1e6
 
 
 def measure(rows_list: tuple[int, ...]) -> list[dict[str, Any]]:
     """One row of results for each row count: the library's time, and every plan's, best first."""
     fused = importlib.import_module(f"{STAGE}.kernels.triton.fused_linear")
     kernels = importlib.import_module(f"{STAGE}.kernels").load_kernels("triton")
-    results = []
+    bench, results = Bench("cuda"), []
     for rows in rows_list:
-        layers, timed = Layers(kernels, rows), []
+        layers, timed = Layers(kernels, rows, "cuda"), []
         for plan in candidates(fused, rows):
             fused.plan_for = lambda rows, dtype, plan=plan: plan
             try:
-                timed.append((microseconds(layers), None if plan is None else plan._asdict()))
+                timed.append((microseconds(layers, bench), None if plan is None else plan._asdict()))
             except Exception as error:
                 timed.append((float("inf"), {"failed": f"{type(error).__name__}: {str(error)[:80]}"}))
         library, best = timed[0][0], sorted(timed[1:], key=lambda pair: pair[0])

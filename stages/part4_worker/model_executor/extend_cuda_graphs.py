@@ -1,9 +1,8 @@
 """Short prompts in CUDA graphs: one graph for each of some numbers of rows and requests.
 
-Launched kernel by kernel, reading prompts of fifty tokens takes as long as decoding twenty, and sixty-four of
-them take no longer than one. A batch is padded to the next shape: rows behind the last write to the padding
-slot, and requests behind the last have no rows. Long prompts run eagerly; there the GPU has enough to do.
-Upstream records decode steps only at v0.4.6.
+Launched kernel by kernel, short prompts keep the host busy for longer than the GPU. A batch is padded to the
+next shape: rows behind the last write to the padding slot, and requests behind the last have no rows. Long
+prompts run eagerly; there the GPU has enough to do. Upstream records decode steps only at v0.4.6.
 """
 
 from __future__ import annotations
