@@ -18,9 +18,10 @@ from ..layers.sampler import Sampler
 from ..mem_cache.allocator import TokenToKVPoolAllocator
 from ..mem_cache.memory_pool import ReqToTokenPool
 from ..model_executor.cuda_graph_runner import CudaGraphRunner
-from ..model_executor.device_io import PackedBuffer, Readback
+from ..model_executor.device_io import Readback
 from ..model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from ..model_executor.model_runner import ModelRunner
+from ..model_executor.packed_buffer import PackedBuffer
 from ..server_args import ServerArgs
 from .schedule_batch import ModelWorkerBatch
 
