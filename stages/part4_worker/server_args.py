@@ -279,7 +279,7 @@ def _requests(given: dict[str, Any], defaults: dict[str, Any]):
         if given.get("speculative_algorithm") is not None:
             if name == "enable_dp_attention":
                 yield name, "dp_eagle"
-            elif name == "chunked_prefill_size":
+            elif name in ("chunked_prefill_size", "max_prefill_tokens"):
                 yield name, "spec_scheduler"
 
 

@@ -26,7 +26,7 @@ from ..speculative.spec_info import SpeculativeAlgorithm
 
 if TYPE_CHECKING:
     from .detokenizer import IncrementalDetokenizer
-    from .tp_worker import GenerationBatchResult
+    from .generation_result import GenerationBatchResult
 
 NOT_FINITE = (
     "the model's logits hold NaN or infinity for this request, so no token can be chosen: "

@@ -71,7 +71,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         self.max_running_requests = args.max_running_requests
         self.max_total_num_tokens = profile_max_num_tokens(args, [w.model_runner for w in self.workers])
         logger.info("%d KV slots, %d requests at once", self.max_total_num_tokens, self.max_running_requests)
-        # The tree of a request at its context limit sticks out over the end of its row.
+        # The drafts of a request at its context limit stick out over the end of its row.
         width = self.model_config.context_len + self.decode_mem_cache_buf_multiplier
         self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, width, self.device)
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(self.max_total_num_tokens, args.page_size)

@@ -14,8 +14,9 @@ from ..configs.model_config import draft_config
 from ..kernels.tree_types import AcceptedPaths
 from ..layers.logits_processor import LogitsProcessorOutput
 from ..layers.logprobs import LogprobRows, gather_logprobs
+from ..managers.generation_result import GenerationBatchResult
 from ..managers.schedule_batch import ScheduleBatch
-from ..managers.tp_worker import GenerationBatchResult, TpModelWorker
+from ..managers.tp_worker import TpModelWorker
 from ..mem_cache.memory_pool import PADDING_SLOT
 from ..model_executor.cuda_graph_runner import CudaGraphRunner
 from ..model_executor.device_io import Readback, upload
@@ -34,8 +35,7 @@ class EagleForwards(TpModelWorker):
         self.topk = server_args.speculative_eagle_topk
         self.speculative_num_steps = server_args.speculative_num_steps
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
-        self.page_size = server_args.page_size
-        self.moves_kv = self.topk > 1 and self.page_size > 1  # see _settle_accepted
+        self.moves_kv = self.topk > 1 and server_args.page_size > 1  # see _settle_accepted
         # A path has at most one node per level, and no more nodes than the tree.
         self.max_path = min(self.speculative_num_steps, self.speculative_num_draft_tokens - 1)
         vocab_size = target_worker.model_config.vocab_size

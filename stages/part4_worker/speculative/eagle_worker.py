@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from ..layers.dp_attention import GlobalStep
+from ..managers.generation_result import GenerationBatchResult
 from ..managers.schedule_batch import ScheduleBatch
-from ..managers.tp_worker import GenerationBatchResult
 from ..model_executor.device_io import upload
 from .eagle_forwards import EagleForwards
 from .eagle_info import (
@@ -107,8 +107,10 @@ class EAGLEWorker(EagleForwards):
         table.reshape(-1)[places[is_kept]] = batch.out_cache_loc.reshape(-1)[nodes]
         evict_mask[nodes] = False
         evict_mask = evict_mask.reshape(bs, n)
-        if self.page_size > 1:
-            evict_mask = align_evict_mask_to_page_size(batch.seq_lens, kept, evict_mask, self.page_size)
+        if self.server_args.page_size > 1:
+            evict_mask = align_evict_mask_to_page_size(
+                batch.seq_lens, kept, evict_mask, self.server_args.page_size
+            )
         batch.token_to_kv_pool_allocator.free(batch.out_cache_loc[evict_mask])
         batch.seq_lens = batch.seq_lens + kept
         return result
