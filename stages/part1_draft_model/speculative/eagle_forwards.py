@@ -1,7 +1,7 @@
 """The forwards of a round of EAGLE: what the device does in each phase.
 
-Restates sglang/srt/speculative/eagle_worker.py as of v0.4.6 (815dce0554, #2150, and what followed), as far as
-it runs models. Nothing here allocates, frees or reads back: that is the host's half, in eagle_worker.py.
+Restates sglang/srt/speculative/eagle_worker.py as of v0.4.6 (#2150 and what followed), as far as
+it runs models. Nothing here allocates, frees or reads back: around it, the host does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One step of EAGLE: draft a chain, verify it in one target forward, bring the draft's KV up to date.
 
-Restates sglang/srt/speculative/eagle_worker.py as of v0.4.6 (815dce0554, #2150, and what followed). To the
+Restates sglang/srt/speculative/eagle_worker.py as of v0.4.6 (#2150 and what followed). To the
 scheduler this is a worker like any other whose steps yield several tokens per request. Here is what the host
 does around the forwards, which are in eagle_forwards.py:
 

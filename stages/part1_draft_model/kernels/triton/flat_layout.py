@@ -1,6 +1,6 @@
-"""A batch's slots and tree masks laid out flat, as FlashInfer reads them, in Triton.
+"""A batch's slots laid out flat, as FlashInfer reads them, in Triton.
 
-The grids depend on the widest table row and never on a length, so that a CUDA graph fits every batch.
+The grid depends on the widest table row and never on a length, so nothing has to be read back for it.
 """
 
 from __future__ import annotations
