@@ -180,7 +180,7 @@ def check_names(stages: list[Stage], files: dict[str, dict[str, bytes]]) -> Iter
                     yield Finding(
                         f"stages/{after.name}/{path}:{number}",
                         f"names {name} and is shared with {before.name}",
-                        "let stage.toml say it",
+                        "let stage.toml or README.md say it",
                     )
 
 

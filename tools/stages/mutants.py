@@ -28,9 +28,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ..bench.stages_door import BadInput
-from ..bench.tables import new_table
 from . import story
 
 AT_A_TIME = 2
@@ -74,12 +74,14 @@ def read_mutant(path: Path) -> Mutant:
     return mutant
 
 
-def failing(repo: Path, tests: list[str]) -> set[str]:
-    """Those of `tests` that fail in `repo`; of several cases one is enough.
+def failing(repo: Path, tests: list[str], stages: set[str]) -> set[str]:
+    """Those of `tests` that fail in `repo`; of several cases one is enough. The contract is for `stages`.
 
     Raises BadInput where pytest could not run them.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
+    if any(test.startswith("tests/contract/") for test in tests):
+        command += [f"--stage={stage}" for stage in sorted(stages)]
     environment = {**os.environ, "PYTHONPATH": str(repo), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "1000"}
     done = subprocess.run(
         [*command, *tests], cwd=repo, env=environment, capture_output=True, text=True, check=False
@@ -106,7 +108,7 @@ def survivors_of(repo: Path, mutant: Mutant) -> list[str]:
         copy = copy_repo(repo, Path(folder))
         if error := mutant.apply(copy):
             raise BadInput(f"{mutant.path.name} does not apply: {error}")
-        dead = failing(copy, list(mutant.killed_by))
+        dead = failing(copy, list(mutant.killed_by), {mutant.stage})
     return [test for test in mutant.killed_by if test not in dead]
 
 
@@ -121,28 +123,24 @@ def mutants(
     if absent := [path.stem for path in paths if not path.is_file()]:
         raise BadInput(f"There is no mutant {absent[0]!r} in tests/mutants.")
     chosen = [read_mutant(path) for path in paths]
-    console = Console(highlight=False)
+    console, alive = Console(highlight=False, soft_wrap=True), 0
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_A_TIME) as pool:
-        copy = copy_repo(repo, Path(scratch))
         tests = sorted({test for mutant in chosen for test in mutant.killed_by})
-        unmutated = pool.submit(failing, copy, tests)
-        results = list(pool.map(lambda mutant: survivors_of(repo, mutant), chosen))
-        broken = unmutated.result()
-    table = new_table("mutant")
-    for header in ("breaks", "killed by"):
-        table.add_column(header)
-    for mutant, passing in zip(chosen, results, strict=True):
-        lines = []
-        for test in mutant.killed_by:
-            word = "fails anyway: " if test in broken else "SURVIVES " if test in passing else ""
-            lines.append(word + test.removeprefix("tests/"))
-        table.add_row(mutant.name, mutant.breaks, "\n".join(lines))
-    console.print(table)
-    alive = [
-        mutant.name
-        for mutant, passing in zip(chosen, results, strict=True)
-        if passing or broken & set(mutant.killed_by)
-    ]
-    console.print(f"{len(chosen) - len(alive)} of {len(chosen)} killed.")
+        copy, stages = copy_repo(repo, Path(scratch)), {mutant.stage for mutant in chosen}
+        unmutated = pool.submit(failing, copy, tests, stages)
+        found = pool.map(lambda mutant: survivors_of(repo, mutant), chosen)
+        for mutant, passing in zip(chosen, found, strict=True):
+            verdicts = {test: "killed by" for test in mutant.killed_by}
+            verdicts |= {test: "SURVIVES" for test in passing}
+            verdicts |= {test: "fails without it too:" for test in unmutated.result() & verdicts.keys()}
+            alive += set(verdicts.values()) != {"killed by"}
+            console.print(f"[bold]{mutant.name}[/bold] {escape(mutant.breaks)}")
+            for test, verdict in verdicts.items():
+                console.print(f"    {verdict} {escape(test)}")
+    console.print(f"{len(chosen) - alive} of {len(chosen)} killed.")
     if alive:
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(mutants)
