@@ -1,9 +1,7 @@
 """`fledge stages carry`: one stage's change, brought to the others.
 
-A change travels from its stage to the neighbours, one by one in both directions. Where a neighbour had the
-file byte for byte, it gets the new one as it is; at a boundary, where it had its own version, the change is
-merged into that three-way, and what came out of the merge travels on. So files that were the same before are
-the same afterwards.
+A stage that had the file byte for byte gets the new one as it is; one that had a version of its own gets the
+change merged into it, three-way. So files that were the same in two stages before are the same afterwards.
 """
 
 from __future__ import annotations
@@ -189,26 +187,24 @@ def _spread(
     plan: Plan, change: Change, others: list[str], then: dict[str, Tree], now: dict[str, Tree]
 ) -> None:
     """Take a changed, renamed or deleted file along `others`, nearest first."""
-    before, after = change.before, change.after
     for name in others:
         committed = then[name].get(change.old)
         if committed is None:
             continue
-        if change.new is None and committed != before:
+        if change.new is None and committed != change.before:
             plan.how.append((name, change.what, "keeps its own version"))
             return
         if change.new is None:
             carried, clashes = None, []
         else:
-            carried, clashes = merge(committed, before, after, (name, "before", "the change"))
+            carried, clashes = merge(committed, change.before, change.after, (name, "before", "the change"))
         if not clashes:
-            carried_here, clashes = _with_uncommitted(change, name, committed, carried, now[name])
+            carried, clashes = _with_uncommitted(change, name, committed, carried, now[name])
         plan.clashes += [(name, change.new or change.old, clash) for clash in clashes]
         if clashes:
-            return  # what travels on is not known
-        how = "deleted" if change.new is None else "the same" if committed == before else "merged"
-        plan.add(name, change, {change.old: None, change.new: carried_here}, now[name], how)
-        before, after = committed, carried
+            continue
+        how = "deleted" if change.new is None else "the same" if committed == change.before else "merged"
+        plan.add(name, change, {change.old: None, change.new: carried}, now[name], how)
 
 
 def _with_uncommitted(
