@@ -59,6 +59,23 @@ def test_a_conflict_writes_nothing_and_shows_the_place(made_up: MadeUp, fledge: 
     assert (made_up.texts("file.py"), made_up.texts("other.py")) == before
 
 
+def test_what_was_settled_by_hand_is_left_alone_and_the_rest_is_carried(
+    made_up: MadeUp, fledge: Callable
+) -> None:
+    own = edited(TEXT, 4, "own = True\n")
+    for name, text in zip(NAMES, (own, TEXT, TEXT, TEXT), strict=True):
+        made_up.write(name, "file.py", text)
+    made_up.commit()
+    made_up.write(LAST, "file.py", edited(TEXT, 4))
+    made_up.write(FIRST, "file.py", edited(own, 15, "elsewhere = True\n"))
+    assert fledge("stages", "carry", LAST).exit_code == 1  # changed by hand, but at another place
+    by_hand = edited(TEXT, 4, "own = edited = True\n")
+    made_up.write(FIRST, "file.py", by_hand)
+    done = fledge("stages", "carry", LAST)
+    assert done.exit_code == 0 and f"{FIRST} file.py: settled by hand, left alone" in done.output
+    assert made_up.texts("file.py") == [by_hand] + [edited(TEXT, 4)] * 3
+
+
 def test_a_dry_run_writes_nothing(made_up: MadeUp, fledge: Callable) -> None:
     made_up.write_all("shared.py", TEXT)
     made_up.commit()
