@@ -15,6 +15,7 @@ from tools.check_env import Finding, check_package, check_python, in_range, rele
 from tools.cli import app
 from tools.lazy import add_lazy
 from tools.models.cli import app as models_app
+from tools.stages.cli import app as stages_app
 
 REPO = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "triton", "numpy")
@@ -49,7 +50,10 @@ def test_help_needs_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", [[name] for name in names(app)] + [["models", name] for name in names(models_app)]
+    "verb",
+    [[name] for name in names(app)]
+    + [["models", name] for name in names(models_app)]
+    + [["stages", name] for name in names(stages_app)],
 )
 def test_every_verb_has_help(verb: list[str]) -> None:
     done = CliRunner().invoke(app, [*verb, "--help"], catch_exceptions=False)
