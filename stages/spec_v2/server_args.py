@@ -12,6 +12,7 @@ import difflib
 import importlib.util
 import math
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ _ALGORITHM_FEATURES = {
     "NGRAM": "ngram",
 }
 _DRAFTLESS = ("NGRAM",)
+# Algorithms that were registered from outside the package, where a stage has a registry: name → what raises
+# ValueError for flags that it cannot do with, or None. Their own flags are not looked at here.
+PLUGIN_ALGORITHMS: dict[str, Callable[[ServerArgs], None] | None] = {}
 _DTYPES = {"float": "float32", "half": "float16"}
 
 # Options of SGLang's Engine (0.4.6 to 0.5.23) that are not rebuilt here.
@@ -227,7 +231,10 @@ class ServerArgs:
         _resolve_speculation(values, features)
         values["features"] = features
         values["tokenizer_path"] = values["tokenizer_path"] or values["model_path"]
-        return cls(**values)
+        args = cls(**values)
+        if (validate := PLUGIN_ALGORITHMS.get(args.speculative_algorithm)) is not None:
+            validate(args)
+        return args
 
     @property
     def cuda_graph(self) -> bool:
@@ -261,7 +268,8 @@ def _requests(given: dict[str, Any], defaults: dict[str, Any]):
         if value == defaults.get(name):
             continue
         if name == "speculative_algorithm":
-            yield name, _ALGORITHM_FEATURES[value]
+            if value not in PLUGIN_ALGORITHMS:
+                yield name, _ALGORITHM_FEATURES[value]
         elif name == "attention_backend":
             yield name, value
         elif name.startswith("speculative_accept_threshold"):
@@ -293,6 +301,12 @@ def _check_relations(values: dict[str, Any], given: dict[str, Any]) -> None:
                     f"{name}={given[name]!r} needs a speculative_algorithm; add "
                     f"speculative_algorithm='EAGLE' or leave {name} out."
                 )
+    elif algorithm in PLUGIN_ALGORITHMS:
+        if values["enable_dp_attention"]:
+            raise ValueError(
+                f"speculative_algorithm={algorithm!r} is registered in this process, and the ranks of "
+                "enable_dp_attention are processes of their own; leave enable_dp_attention out."
+            )
     elif algorithm not in _DRAFTLESS and values["speculative_draft_model_path"] is None:
         raise ValueError(
             f"speculative_algorithm={algorithm!r} needs a draft model; give speculative_draft_model_path "
@@ -365,7 +379,7 @@ def _resolve_speculation(values: dict[str, Any], features: Features) -> None:
     8 at most, and steps + 1 for a chain. A chain (topk 1) has exactly steps + 1 nodes.
     """
     algorithm = values["speculative_algorithm"]
-    if algorithm is None or algorithm in _DRAFTLESS:
+    if algorithm is None or algorithm in _DRAFTLESS or algorithm in PLUGIN_ALGORITHMS:
         return
     if algorithm == "NEXTN":
         values["speculative_algorithm"] = "EAGLE"
@@ -481,10 +495,9 @@ def _batch_sizes(name: str, value: Any) -> tuple[int, ...]:
 
 def _algorithm(name: str, value: Any) -> str:
     upper = value.upper() if isinstance(value, str) else value
-    if upper not in _ALGORITHM_FEATURES:
-        raise ValueError(
-            f"{name}={value!r} is not rebuilt here; choose one of {', '.join(_ALGORITHM_FEATURES)}."
-        )
+    known = (*_ALGORITHM_FEATURES, *PLUGIN_ALGORITHMS)
+    if upper not in known:
+        raise ValueError(f"{name}={value!r} is not rebuilt here; choose one of {', '.join(known)}.")
     return upper
 
 

@@ -32,9 +32,9 @@ class LogitsProcessor(nn.Module):
         self, hidden_states: torch.Tensor, lm_head: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
         """`hidden_states` [rows, hidden] is what enters the LM head; `lm_head` [vocab, hidden]."""
-        last, out = hidden_states, forward_batch.output or LogitsProcessorOutput(None)
+        last = hidden_states
         if forward_batch.last_rows is not None:
-            last = torch.index_select(hidden_states, 0, forward_batch.last_rows, out=out.hidden_states)
+            last = hidden_states[forward_batch.last_rows]
         mode = forward_batch.capture_hidden_mode
         captured = {
             CaptureHiddenMode.NULL: None,
@@ -51,7 +51,5 @@ class LogitsProcessor(nn.Module):
         if forward_batch.topk is None:
             output.next_token_logits = self.kernels.linear_float32(last, lm_head)
         else:
-            output.topk_p, output.topk_index = self.kernels.linear_topk(
-                last, lm_head, forward_batch.topk, out.topk_p, out.topk_index
-            )
+            output.topk_p, output.topk_index = self.kernels.linear_topk(last, lm_head, forward_batch.topk)
         return output

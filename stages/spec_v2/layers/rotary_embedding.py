@@ -21,8 +21,9 @@ class RotaryEmbedding(nn.Module):
         )
         if config.rope_scaling:
             inv_freq = _llama3_scaled(inv_freq, config.rope_scaling)
-        # At the context limit a tree's nodes, and rows that pad, stand up to 63 positions beyond it.
-        angles = torch.outer(torch.arange(config.context_len + 64, dtype=torch.float64), inv_freq)
+        # At the context limit a tree's nodes, and rows that pad, stand up to 63 positions beyond it; and the
+        # round that was launched before the end was seen starts up to 64 beyond.
+        angles = torch.outer(torch.arange(config.context_len + 128, dtype=torch.float64), inv_freq)
         self.register_buffer(
             "cos_sin_cache", torch.cat([angles.cos(), angles.sin()], -1).float(), persistent=False
         )

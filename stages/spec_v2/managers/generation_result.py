@@ -28,6 +28,7 @@ class GenerationBatchResult:
     logprobs: LogprobRows | None = None  # rows: [bs · width]
     hidden_states: torch.Tensor | np.ndarray | None = None  # [bs · width, hidden] float32
     input_logprobs: LogprobRows | None = None  # rows as in ModelWorkerBatch.input_logprobs
+    num_draft_tokens: int = 0  # nodes of each request's tree, root included; 0 where nothing was drafted
     readback: Readback | None = field(default=None, repr=False)
     tokens: list[list[int]] = field(default_factory=list)  # on the host: each request's tokens
 
@@ -49,7 +50,7 @@ class GenerationBatchResult:
         for n in self._SCORED:
             if getattr(self, n) is not None:
                 fields[n] = LogprobRows(*(next(arrays) for _ in LogprobRows._fields))
-        result = GenerationBatchResult(**fields)
+        result = GenerationBatchResult(**fields, num_draft_tokens=self.num_draft_tokens)
         # Every request asks for its own: a list answers faster than an array.
         result.is_finite = np.isfinite(result.is_finite).tolist()
         result.tokens = fields["next_token_ids"].tolist()

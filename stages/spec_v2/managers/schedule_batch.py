@@ -1,12 +1,15 @@
 """Requests and batches on the host. Restates sglang/srt/managers/schedule_batch.py.
 
-Between steps, `seq_lens[i]` counts the tokens of request i whose target KV exists:
-len(prompt) + len(output) − 1. The last output token has none yet; the next step computes it.
+The host is one step behind the device. Of request i it knows `kv_len`, the tokens whose target KV exists as
+far as results have been processed: len(prompt) + len(output) − 1, upstream's kv_committed_len. How many more
+the step in flight accepts is known on the device alone, so slots are reserved for as many as it may be.
 """
 
 from __future__ import annotations
 
+import copy
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +29,7 @@ from ..speculative.spec_info import SpeculativeAlgorithm
 
 if TYPE_CHECKING:
     from .detokenizer import IncrementalDetokenizer
+    from .forward_stream import ForwardStream
     from .generation_result import GenerationBatchResult
 
 NOT_FINITE = (
@@ -100,13 +104,16 @@ class Req:
     hidden_states: list[np.ndarray] = field(default_factory=list)
     finished_reason: FinishReason | None = None
 
-    # Memory: the row in req_to_token, KV entries that exist, and how many of them the tree owns.
+    # Memory: the row in req_to_token, KV entries that exist, positions that have a slot, and how many of the
+    # entries the tree owns.
     req_pool_idx: int | None = None
     kv_len: int = 0
+    kv_allocated_len: int = 0
     prefix_len: int = 0
     prefix_indices: np.ndarray | None = None
     last_node: TreeNode | None = None
     extend_end: int = 0
+    stays: int = 0  # how often it has been given a row: a result of an earlier stay is too late
 
     # What the result reports.
     cached_tokens: int | None = None
@@ -211,7 +218,7 @@ class Req:
             self.finish(FinishReason("length", length=len(self.output_ids)))
 
     def reset_for_retract(self) -> None:
-        self.kv_len = self.prefix_len = 0
+        self.kv_len = self.kv_allocated_len = self.prefix_len = 0
         self.last_node = None
 
 
@@ -228,26 +235,32 @@ class HostLogprobRequest:
 
 @dataclass
 class ModelWorkerBatch:
-    """Host arrays of one step, int64."""
+    """Host arrays of one step, int64. Nothing that is written later changes them: a job may come late."""
 
     forward_mode: ForwardMode
-    input_ids: np.ndarray  # [rows]
+    reqs: list[Req]  # for methods that draft on the host
     req_pool_indices: np.ndarray  # [bs]
-    prefix_lens: np.ndarray  # [bs]
-    seq_lens: np.ndarray  # [bs] KV entries after the step
-    out_cache_loc: np.ndarray  # [rows]
-    output_positions: np.ndarray  # [bs] index of the output token that this step samples
+    prompt_lens: np.ndarray  # [bs]
+    # Of a decode step: S, where an attention backend needs it on the host. Else the future map knows.
+    seq_lens_cpu: np.ndarray | None  # [bs]
     # Of an extend; None for a decode step.
+    input_ids: np.ndarray | None  # [rows]
+    prefix_lens: np.ndarray | None  # [bs]
+    seq_lens: np.ndarray | None  # [bs] KV entries after the step
+    out_cache_loc: np.ndarray | None  # [rows]
+    output_positions: np.ndarray | None  # [bs] index of the output token that this step samples
     known_next_tokens: np.ndarray | None  # [bs] the token behind the last row where it is known, else −1
-    table_slots: np.ndarray | None  # [bs, width] rows of req_to_token, since the prefix came from the tree
     sampling_info: SamplingBatchInfo
     capture_hidden_mode: CaptureHiddenMode
     return_hidden_states: bool
     input_logprobs: HostLogprobRequest | None
     output_logprobs: tuple[int, np.ndarray] | None  # see ScheduleBatch.logprob_shape
     spec_algorithm: SpeculativeAlgorithm
-    spec_info: Any  # what the requests bring along from their last round, an EagleDraftInput, or None
     global_step: GlobalStep  # what the ranks of DP attention agreed on
+
+    @property
+    def return_logprob(self) -> bool:
+        return self.output_logprobs is not None
 
     @property
     def needs_logits(self) -> bool:
@@ -273,25 +286,23 @@ class ScheduleBatch:
     device: torch.device
     vocab_size: int
     spec_algorithm: SpeculativeAlgorithm
+    forward_stream: ForwardStream
     forward_mode: ForwardMode = ForwardMode.IDLE
     req_pool_indices: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    seq_lens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    sampling_info: SamplingBatchInfo | None = None
-    spec_info: Any = None
-    # Filled by prepare_for_extend and prepare_for_decode for the step at hand.
+    sampling_info: SamplingBatchInfo | None = None  # it belongs to the forward stream's jobs
+    # Filled by prepare_for_extend for the step at hand.
     prefix_lens: np.ndarray | None = None
+    seq_lens: np.ndarray | None = None
     out_cache_loc: np.ndarray | None = None
     input_logprobs: HostLogprobRequest | None = None
     global_step: GlobalStep = GlobalStep()
+    stays: list[int] = field(default_factory=list)
 
     def batch_size(self) -> int:
         return len(self.reqs)
 
     def is_empty(self) -> bool:
         return not self.reqs
-
-    def output_positions(self) -> np.ndarray:
-        return np.array([len(r.output_ids) for r in self.reqs], dtype=np.int64)
 
     # ---- memory ----
 
@@ -302,36 +313,47 @@ class ScheduleBatch:
             self.tree_cache.evict(short)
         return num_tokens <= allocator.available_size()
 
-    def check_decode_mem(self, buf_multiplier: int = 1) -> bool:
-        """Whether a step that takes up to `buf_multiplier` slots per request fits, after evicting."""
-        allocator = self.token_to_kv_pool_allocator
-        page = allocator.page_size
-        if len(self.reqs) * -(-buf_multiplier // page) * page <= allocator.available_size():
-            return True  # nearly always: room even if no request's last page had any left
-        need = allocator.new_slots(self.seq_lens, self.seq_lens + buf_multiplier)
+    def reserved_lens(self, alloc_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions that have a slot now, and that have one once the next step is prepared, [bs] each.
+
+        A step writes up to `alloc_len` positions behind S. S is `kv_len` and what the step in flight accepts,
+        which is no more than `alloc_len` either. Nothing is given back in between: see RadixCache.
+        """
+        page = self.token_to_kv_pool_allocator.page_size
+        now = np.array([r.kv_allocated_len for r in self.reqs], dtype=np.int64)
+        need = np.array([r.kv_len for r in self.reqs], dtype=np.int64) + 2 * alloc_len
+        return now, np.maximum(now, -(-need // page) * page)
+
+    def check_decode_mem(self, alloc_len: int = 1) -> bool:
+        """Whether the reservation for a step fits, after evicting."""
+        need = self.token_to_kv_pool_allocator.new_slots(*self.reserved_lens(alloc_len))
         return self.evict_from_tree_cache(need)
 
-    def alloc_extend_slots(self, prefix_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-        """Slots for positions prefix_lens … seq_lens − 1 of each request, [sum]."""
-        table = self.req_to_token_pool.req_to_token_host
-        last_locs = table[self.req_pool_indices, np.maximum(prefix_lens - 1, 0)]
-        slots = self.token_to_kv_pool_allocator.alloc_extend(prefix_lens, seq_lens, last_locs)
-        return self._checked(slots, int((seq_lens - prefix_lens).sum()))
-
-    def alloc_decode_slots(self, width: int) -> np.ndarray:
-        """Slots for the next `width` positions of each request, [bs, width]."""
-        bs = len(self.reqs)
-        if self.token_to_kv_pool_allocator.page_size == 1:  # no page to go on with, so any slots will do
-            slots = self._checked(self.token_to_kv_pool_allocator.alloc(bs * width), bs * width)
-        else:
-            slots = self.alloc_extend_slots(self.seq_lens, self.seq_lens + width)
-        return slots.reshape(bs, width)
-
-    def _checked(self, slots: np.ndarray | None, wanted: int) -> np.ndarray:
+    def alloc_slots(self, now: np.ndarray, then: np.ndarray) -> np.ndarray:
+        """Slots for positions now … then − 1 of each request, [sum], entered on the host and the device."""
+        pool, allocator = self.req_to_token_pool, self.token_to_kv_pool_allocator
+        counts, table = then - now, pool.req_to_token_host
+        last_locs = table[self.req_pool_indices, np.maximum(now - 1, 0)]
+        slots = allocator.alloc_extend(now, then, last_locs)
         if slots is None:  # the scheduler checked; so this is a bug, not a full pool
-            free = self.token_to_kv_pool_allocator.available_size()
-            raise RuntimeError(f"{wanted} slots wanted, {free} free")
+            raise RuntimeError(f"{counts.sum()} slots wanted, {allocator.available_size()} free")
+        start = 0
+        for req, count, end in zip(self.reqs, counts.tolist(), then.tolist(), strict=True):
+            table[req.req_pool_idx, end - count : end] = slots[start : start + count]
+            req.kv_allocated_len = end
+            start += count
         return slots
+
+    def write_table(self, start: np.ndarray, end: np.ndarray) -> None:
+        """Bring positions start … end − 1 of each request, [bs] each, from the host's table to the device."""
+        width = int((end - start).max())
+        if width == 0:
+            return
+        table = self.req_to_token_pool
+        columns = np.minimum(start[:, None] + np.arange(width), table.req_to_token_host.shape[1] - 1)
+        slots = table.req_to_token_host[self.req_pool_indices[:, None], columns]
+        rows, start, slots, lens = upload(self.device, self.req_pool_indices, start, slots, end - start)
+        table.assign(rows, start, slots, lens)
 
     # ---- one step ----
 
@@ -342,6 +364,7 @@ class ScheduleBatch:
         new = [r for r in self.reqs if r.req_pool_idx is None]
         for req, row in zip(new, pool.alloc(len(new)), strict=True):
             req.req_pool_idx = row
+            req.stays += 1
             pool.req_to_token_host[row, : req.kv_len] = req.prefix_indices
             if req.cached_tokens is None:
                 req.cached_tokens = req.kv_len
@@ -349,68 +372,73 @@ class ScheduleBatch:
         self.prefix_lens = np.array([r.kv_len for r in self.reqs], dtype=np.int64)
         self.seq_lens = np.array([r.extend_end for r in self.reqs], dtype=np.int64)
         self.evict_from_tree_cache(self.token_to_kv_pool_allocator.new_slots(self.prefix_lens, self.seq_lens))
-        self.out_cache_loc = self.alloc_extend_slots(self.prefix_lens, self.seq_lens)
-        start = 0
+        self.out_cache_loc = self.alloc_slots(self.prefix_lens, self.seq_lens)
+        # A row may have been another request's, and a step in flight may still run for that one: it must not
+        # follow the new slots, above all not write to them.
+        self.forward_stream.wait_for_reads()
+        self.write_table(np.zeros_like(self.seq_lens), self.seq_lens)
         for req in self.reqs:
-            count = req.extend_end - req.kv_len
-            pool.req_to_token_host[req.req_pool_idx, req.kv_len : req.extend_end] = self.out_cache_loc[
-                start : start + count
-            ]
-            start += count
             req.kv_len = req.extend_end
-        self.sampling_info = SamplingBatchInfo.from_reqs(self.reqs, self.vocab_size, self.device)
+        self.sampling_info = self.forward_stream.submit(
+            SamplingBatchInfo.from_reqs, self.reqs, self.vocab_size, self.device
+        ).result()
 
-    def prepare_for_decode(self) -> None:
-        """One more slot per request. A speculative batch allocates inside its worker instead."""
+    def prepare_for_decode(self, alloc_len: int) -> None:
+        """Reserve slots for the step in flight and the next.
+
+        They are entered behind all that the step in flight can reach, so nothing has to wait for it.
+        """
         self.forward_mode = ForwardMode.DECODE
-        if not self.spec_algorithm.is_none():
-            return
-        self.out_cache_loc = self.alloc_decode_slots(1)[:, 0]
-        self.prefix_lens = self.seq_lens
-        self.seq_lens = self.seq_lens + 1
+        now, then = self.reserved_lens(alloc_len)
+        self.alloc_slots(now, then)
+        self.write_table(now, then)
 
-    def book_decode_slots(self) -> None:
-        """The host's notes of a plain decode step, which can wait until the step is launched."""
-        self.req_to_token_pool.req_to_token_host[self.req_pool_indices, self.prefix_lens] = self.out_cache_loc
-        for req in self.reqs:
-            req.kv_len += 1
-
-    def get_model_worker_batch(self) -> ModelWorkerBatch:
+    def get_model_worker_batch(self, seq_lens_cpu: np.ndarray | None = None) -> ModelWorkerBatch:
         extend = self.forward_mode.is_extend()
+        input_ids = known = output_positions = None
         if extend:
             ids = [r.all_token_ids() for r in self.reqs]
             input_ids = np.concatenate(
                 [np.array(i[p:e]) for i, p, e in zip(ids, self.prefix_lens, self.seq_lens, strict=True)]
             )
             known = np.array([r.known_next_token(r.extend_end) for r in self.reqs], dtype=np.int64)
-            # Later chunks rewrite the rows with the same slots.
-            table_slots = self.req_to_token_pool.req_to_token_host[
-                self.req_pool_indices, : int(self.seq_lens.max())
-            ]
-        else:
-            input_ids = np.array([r.output_ids[-1] for r in self.reqs])
-            known = table_slots = None
+            output_positions = np.array([len(r.output_ids) for r in self.reqs], dtype=np.int64)
         self.input_logprobs = self._input_logprob_rows() if extend else None
         needs_hidden = self.return_hidden_states
         return ModelWorkerBatch(
             forward_mode=self.forward_mode,
-            input_ids=input_ids,
+            reqs=self.reqs,
             req_pool_indices=self.req_pool_indices,
+            prompt_lens=np.array([len(r.origin_input_ids) for r in self.reqs], dtype=np.int64),
+            seq_lens_cpu=seq_lens_cpu,
+            input_ids=input_ids,
             prefix_lens=self.prefix_lens,
             seq_lens=self.seq_lens,
             out_cache_loc=self.out_cache_loc,
-            output_positions=self.output_positions(),
+            output_positions=output_positions,
             known_next_tokens=known,
-            table_slots=table_slots,
             sampling_info=self.sampling_info,
             capture_hidden_mode=CaptureHiddenMode.LAST if needs_hidden else CaptureHiddenMode.NULL,
             return_hidden_states=needs_hidden,
             input_logprobs=self.input_logprobs,
             output_logprobs=self.logprob_shape() if self.return_logprob else None,
             spec_algorithm=self.spec_algorithm,
-            spec_info=self.spec_info,
             global_step=self.global_step,
         )
+
+    # ---- when the result is there ----
+
+    def launched(self) -> ScheduleBatch:
+        """The batch as it is now, for its result: rows may come and go until that is there."""
+        batch = copy.copy(self)
+        batch.stays = [r.stays for r in self.reqs]
+        return batch
+
+    def rows_in_time(self) -> Iterator[tuple[int, Req]]:
+        """Rows whose result counts. A request that has ended, or was pushed back, has no use for it any more."""
+        for i, (req, stays) in enumerate(zip(self.reqs, self.stays, strict=True)):
+            if not req.finished() and req.req_pool_idx is not None and req.stays == stays:
+                yield i, req
 
     def _input_logprob_rows(self) -> HostLogprobRequest | None:
         """Rows of this extend that predict a prompt token somebody wants scored."""
@@ -458,37 +486,30 @@ class ScheduleBatch:
         self.reqs = [self.reqs[i] for i in keep]
         self._rows_changed()
         self.req_pool_indices = self.req_pool_indices[keep]
-        self.seq_lens = self.seq_lens[keep]
-        if not self.reqs:
-            self.sampling_info = self.spec_info = None
-            return
-        self.sampling_info.filter_batch(keep)
-        if self.spec_info is not None:
-            (index,) = upload(self.device, np.array(keep))
-            self.spec_info.filter_batch(index)
+        if self.reqs:
+            self.forward_stream.submit(self.sampling_info.filter_batch, keep)
+        else:
+            self.sampling_info = None
 
     def merge_batch(self, other: ScheduleBatch) -> None:
         """Append the rows of `other`."""
         if other.is_empty():
             return
         if self.is_empty():
-            self.sampling_info, self.spec_info = other.sampling_info, other.spec_info
+            self.sampling_info = other.sampling_info
         else:
-            self.sampling_info.merge_batch(other.sampling_info)
-            if self.spec_info is not None:
-                self.spec_info.merge_batch(other.spec_info)
+            self.forward_stream.submit(self.sampling_info.merge_batch, other.sampling_info)
         self.reqs = self.reqs + other.reqs
         self._rows_changed()
         self.req_pool_indices = np.concatenate([self.req_pool_indices, other.req_pool_indices])
-        self.seq_lens = np.concatenate([self.seq_lens, other.seq_lens])
 
-    def retract_decode(self, buf_multiplier: int) -> list[Req]:
+    def retract_decode(self, alloc_len: int) -> list[Req]:
         """Push requests back to the queue until a step fits; at least one stays. Returns those pushed back.
 
         Whoever has produced least, and of those the youngest, goes first: the least work is redone.
         """
         retracted = []
-        while len(self.reqs) > 1 and not self.check_decode_mem(buf_multiplier):
+        while len(self.reqs) > 1 and not self.check_decode_mem(alloc_len):
             victim = min(range(len(self.reqs)), key=lambda i: (len(self.reqs[i].output_ids), -i))
             req = self.reqs[victim]
             self.tree_cache.cache_finished_req(req)

@@ -1,8 +1,9 @@
 """Decides what runs next. Restates sglang/srt/managers/scheduler.py.
 
-One step is: pick a batch (a prefill if any can start, else everything that decodes), run it, process its
-result. Speculation changes none of this: the scheduler hands the batch to another worker and is told
-how far each request has got.
+One step is: pick a batch (a prefill if any can start, else everything that decodes), launch it, process a
+result. That result is its own in `event_loop_normal`. In `event_loop_overlap` it is that of the step before:
+while the device works, the host takes in what the last step gave, and a request that has ended takes part in
+one step more. Speculation changes none of this: the scheduler hands the batch to another worker.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -23,8 +27,10 @@ from ..mem_cache.radix_cache import RadixCache
 from ..model_executor.cuda_graph_runner import CudaGraphRunner
 from ..model_executor.model_runner import profile_max_num_tokens
 from ..server_args import ServerArgs
-from ..speculative.eagle_worker import EAGLEWorker
 from ..speculative.spec_info import SpeculativeAlgorithm
+from .forward_stream import make_forward_stream
+from .generation_result import GenerationBatchResult
+from .overlap_utils import FutureMap
 from .schedule_batch import FinishReason, Req, ScheduleBatch
 from .schedule_policy import PrefillAdder
 from .scheduler_counters import Counters, average_correct_drafts
@@ -51,16 +57,18 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         self.model_config = ModelConfig.from_path(server_args.model_path, server_args.context_length)
         self.tp_worker = TpModelWorker(server_args, self.model_config)
         self.draft_worker = None
-        self.workers = [self.tp_worker]
-        self.decode_mem_cache_buf_multiplier = 1
-        if not self.spec_algorithm.is_none():
-            self.draft_worker = EAGLEWorker(server_args, target_worker=self.tp_worker)
-            self.workers.append(self.draft_worker)
-            self.decode_mem_cache_buf_multiplier = self.draft_worker.max_slots_per_step()
+        self.model_worker = self.tp_worker  # whose steps are run: a speculative engine never decodes plainly
+        self.model_runners = [self.tp_worker.model_runner]
+        if self.spec_algorithm.is_speculative():
+            worker_class = self.spec_algorithm.create_worker(server_args)
+            self.model_worker = self.draft_worker = worker_class(server_args, self.tp_worker)
+            self.model_runners = self.draft_worker.model_runners
+        self.alloc_len_per_decode = self.model_worker.alloc_len_per_decode()
+        self.enable_overlap = server_args.overlap_schedule
+        self.forward_stream = make_forward_stream(self.device, self.enable_overlap)
         self._init_memory()
-        self.graphs = CudaGraphRunner(server_args, [w.model_runner for w in self.workers])
-        # The last one's steps are those that are run: a speculative engine never decodes plainly.
-        self.workers[-1].init_cuda_graphs(self.graphs)
+        self.graphs = CudaGraphRunner(server_args, self.model_runners)
+        self.model_worker.init_cuda_graphs(self.graphs)
         self.graphs.capture_all()
         # To make one for each step takes longer than to enter it.
         self._inference_mode = torch.inference_mode()
@@ -69,14 +77,20 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
     def _init_memory(self) -> None:
         args = self.server_args
         self.max_running_requests = args.max_running_requests
-        self.max_total_num_tokens = profile_max_num_tokens(args, [w.model_runner for w in self.workers])
+        self.max_total_num_tokens = profile_max_num_tokens(args, self.model_runners)
         logger.info("%d KV slots, %d requests at once", self.max_total_num_tokens, self.max_running_requests)
-        # The drafts of a request at its context limit stick out over the end of its row.
-        width = self.model_config.context_len + self.decode_mem_cache_buf_multiplier
-        self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, width, self.device)
+        # What is reserved for a request at its context limit sticks out over the end of its row.
+        width = self.model_config.context_len + 2 * self.alloc_len_per_decode + args.page_size - 1
+        self.req_to_token_pool = ReqToTokenPool(
+            self.max_running_requests, width, self.device, self.tp_worker.kernels
+        )
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(self.max_total_num_tokens, args.page_size)
-        for worker in self.workers:
-            worker.init_memory_pool(self.req_to_token_pool, self.token_to_kv_pool_allocator)
+        self.model_worker.init_memory_pool(self.req_to_token_pool, self.token_to_kv_pool_allocator)
+        needs_lens = any(runner.attn_backend.needs_cpu_seq_lens for runner in self.model_runners)
+        self.future_map = FutureMap(
+            self.max_running_requests, self.device, self.forward_stream, needs_lens
+        )
+        self.model_worker.init_future_map(self.future_map)
         self.tree_cache = RadixCache(
             self.req_to_token_pool,
             self.token_to_kv_pool_allocator,
@@ -90,7 +104,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
     def add_request(self, req: Req) -> None:
         """Queue a request. One that could never run ends at once, with the reason in its result."""
         allocator = self.token_to_kv_pool_allocator
-        first_step = np.array([req.prompt_end() + self.decode_mem_cache_buf_multiplier])
+        first_step = np.array([req.prompt_end() + 2 * self.alloc_len_per_decode])
         need = allocator.new_slots(np.zeros(1, np.int64), first_step)
         if need > allocator.size:
             message = (
@@ -130,6 +144,9 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
 
     def reset(self) -> None:
         """Empty queues, pools, prefix cache and counters. Requests still in them are forgotten."""
+        self.forward_stream.synchronize()
+        # Launched, and not processed yet: what the batch was then, and its result.
+        self.result_queue: deque[tuple[ScheduleBatch, Future]] = deque()
         # Every request that has not ended; inside a step some stand in no queue and no batch of ours.
         self.live_reqs: list[Req] = []
         self.waiting_queue: list[Req] = []
@@ -153,6 +170,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
 
     def get_internal_state(self) -> dict[str, Any]:
         """Pools, counters and time split, in upstream's names where it has them."""
+        self.forward_stream.synchronize()  # so that no step is counted by halves
         counters = dataclasses.asdict(self.counters)
         return counters | {
             "max_total_num_tokens": self.max_total_num_tokens,
@@ -163,12 +181,12 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
             "num_waiting_reqs": len(self.waiting_queue),
             "forward_ct": {
                 "target": self.tp_worker.model_runner.forward_ct,
-                "draft": sum(w.model_runner.forward_ct for w in self.workers[1:]),
+                "draft": sum(runner.forward_ct for runner in self.model_runners[1:]),
             },
             "avg_correct_drafts": average_correct_drafts(self.counters.spec_correct_drafts_histogram),
             "is_on": {
                 "cuda_graph": bool(self.graphs.sizes),
-                "overlap_schedule": self.server_args.overlap_schedule,
+                "overlap_schedule": self.enable_overlap,
                 "radix_cache": not self.server_args.disable_radix_cache,
                 "dtype": str(self.tp_worker.model_runner.dtype).removeprefix("torch."),
             },
@@ -176,26 +194,49 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
 
     def shutdown(self) -> None:
         self.abort_all("the engine was shut down")
+        self.forward_stream.synchronize()
 
     def is_idle(self) -> bool:
         return not self.live_rids()
 
     def event_loop_normal(self) -> None:
-        """Step until nothing is left to do."""
-        while self.step():
+        """Launch a step and process its result, until nothing is left to do."""
+        while self._run_iteration(self._step_normal):
+            pass
+
+    def event_loop_overlap(self) -> None:
+        """Launch a step and process the result of the one before, until nothing is left to do."""
+        while self._run_iteration(self._step_overlap):
             pass
 
     def step(self) -> bool:
-        """One iteration; False if there was nothing to run."""
+        """One iteration of the loop that this engine runs; False if there was nothing to do."""
+        return self._run_iteration(self._step_overlap if self.enable_overlap else self._step_normal)
+
+    def _run_iteration(self, step: Callable[[], bool]) -> bool:
         self.in_step = True
         with self._inference_mode:
-            has_run = self._step()
+            has_run = step()
         self.in_step = False  # where a step breaks off, `reset` does this
         while self.pending_aborts:
             self.abort_req(self.pending_aborts.pop())
         return has_run
 
-    def _step(self) -> bool:
+    def _step_normal(self) -> bool:
+        launched = self._launch()
+        if launched:
+            self._process()
+        return launched
+
+    def _step_overlap(self) -> bool:
+        pending = len(self.result_queue)  # the step before, if there was one
+        launched = self._launch()
+        if pending:
+            self._process()
+        return launched or pending > 0
+
+    def _launch(self) -> bool:
+        """Start the next step, if there is one to run."""
         t0 = time.perf_counter()
         batch = self.get_next_batch_to_run()
         if self.dp_group is not None:
@@ -204,13 +245,17 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         self.counters.schedule_seconds += t1 - t0
         if batch is None:
             return False
-        result = self.run_batch(batch)
-        t2 = time.perf_counter()
-        self.process_batch_result(batch, result)
-        self.counters.run_seconds += t2 - t1
-        self.counters.process_seconds += time.perf_counter() - t2
+        self.result_queue.append((batch.launched(), self.run_batch(batch)))
+        self.counters.run_seconds += time.perf_counter() - t1
         self.last_batch = batch
         return True
+
+    def _process(self) -> None:
+        """Take in the oldest result."""
+        t0 = time.perf_counter()
+        batch, result = self.result_queue.popleft()
+        self.process_batch_result(batch, result.result())
+        self.counters.process_seconds += time.perf_counter() - t0
 
     # ---- what runs next ----
 
@@ -243,7 +288,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
             self.new_token_ratio,
             self.server_args.max_prefill_tokens,
             self.server_args.chunked_prefill_size,
-            self.decode_mem_cache_buf_multiplier,
+            2 * self.alloc_len_per_decode,
         )
         if self.chunked_req is not None and not adder.add_chunked_req(self.chunked_req):
             return None
@@ -266,24 +311,24 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         batch = self.running_batch
         if batch.is_empty():
             return None
-        multiplier = self.decode_mem_cache_buf_multiplier
-        if batch.check_decode_mem(multiplier):
+        alloc_len = self.alloc_len_per_decode
+        if batch.check_decode_mem(alloc_len):
             self.new_token_ratio = max(self.new_token_ratio - NEW_TOKEN_RATIO_DECAY, MIN_NEW_TOKEN_RATIO)
         else:
-            retracted = self._retract_chunked() + batch.retract_decode(multiplier)
+            retracted = self._retract_chunked() + batch.retract_decode(alloc_len)
             self.waiting_queue = retracted[::-1] + self.waiting_queue
             self.counters.num_retractions += len(retracted)
             if retracted:
                 logger.warning("the KV pool is full: %d requests go back to the queue", len(retracted))
             self.new_token_ratio = INIT_NEW_TOKEN_RATIO
-            if not batch.check_decode_mem(multiplier):  # one is left, and the pool is too small for it alone
+            if not batch.check_decode_mem(alloc_len):  # one is left, and the pool is too small for it alone
                 pool = self.token_to_kv_pool_allocator.size
                 self._abort(
                     batch.reqs[0],
                     f"the next step needs more KV slots than the pool of {pool} has: raise max_total_tokens",
                 )
                 return self.get_next_batch_to_run()
-        batch.prepare_for_decode()
+        batch.prepare_for_decode(alloc_len)
         self.counters.forward_ct_decode += 1
         return batch
 
@@ -296,13 +341,16 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         req.reset_for_retract()
         return [req]
 
-    def run_batch(self, batch: ScheduleBatch):
-        """One forward step of the batch; returns what process_batch_result needs."""
+    def run_batch(self, batch: ScheduleBatch) -> Future[GenerationBatchResult | None]:
+        """Launch one forward step of the batch; in the end it gives what process_batch_result needs."""
+        worker, submit = self.model_worker, self.forward_stream.submit
         if batch.forward_mode.is_idle():
-            return (self.draft_worker or self.tp_worker).forward_idle(batch.global_step)
-        if self.spec_algorithm.is_none():
-            return self.tp_worker.forward_batch_generation(batch.get_model_worker_batch())
-        return self.draft_worker.forward_batch_speculative_generation(batch)
+            return submit(worker.forward_idle, batch.global_step)
+        lens = None
+        if batch.forward_mode.is_decode():
+            lens = self.future_map.resolve_seq_lens_cpu(batch.req_pool_indices)
+        step = batch.get_model_worker_batch(lens)
+        return submit(worker.forward_batch_generation, step, self.future_map.next_publish())
 
     # ---- helpers ----
 
@@ -315,6 +363,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
             device=self.device,
             vocab_size=self.model_config.vocab_size,
             spec_algorithm=self.spec_algorithm,
+            forward_stream=self.forward_stream,
         )
 
     def _abort(self, req: Req, message: str) -> None:

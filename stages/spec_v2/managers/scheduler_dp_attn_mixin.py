@@ -21,9 +21,7 @@ class SchedulerDPAttnMixin:
     def prepare_dp_attn_batch(self: Scheduler, batch: ScheduleBatch | None) -> ScheduleBatch | None:
         """Agree with the other ranks on the step; a rank without work runs IDLE, None if no rank has any."""
         extends = batch is not None and batch.forward_mode.is_extend()
-        draft_width, target_width, draft_extend_width = (
-            self.draft_worker.rows_per_req() if self.draft_worker is not None else (0, 1, 0)
-        )
+        draft_width, target_width, draft_extend_width = self.model_worker.rows_per_req()
         step = GlobalStep.agree(
             self.dp_group,
             extend_tokens=len(batch.out_cache_loc) if extends else 0,

@@ -1,4 +1,7 @@
-"""What happens with a step's tokens. Restates sglang/srt/managers/scheduler_output_processor_mixin.py."""
+"""What happens with a step's tokens. Restates sglang/srt/managers/scheduler_output_processor_mixin.py.
+
+A result may come late: a request that has ended or gone back to the queue since the launch is passed over.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,11 @@ if TYPE_CHECKING:
 
 
 class SchedulerOutputProcessorMixin:
-    def process_batch_result(self: Scheduler, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
+    def process_batch_result(
+        self: Scheduler, batch: ScheduleBatch, result: GenerationBatchResult | None
+    ) -> None:
+        if result is not None:  # None: an idle rank's step that left nothing to wait for
+            result = result.read()
         if batch.forward_mode.is_extend():
             self.process_batch_result_prefill(batch, result)
         elif not batch.forward_mode.is_idle():
@@ -22,37 +29,38 @@ class SchedulerOutputProcessorMixin:
     def process_batch_result_prefill(
         self: Scheduler, batch: ScheduleBatch, result: GenerationBatchResult
     ) -> None:
-        result = result.read()
         self._take_input_logprobs(batch, result)
-        for i, req in enumerate(batch.reqs):
+        for i, req in batch.rows_in_time():
+            end = int(batch.seq_lens[i])
             # Neither a chunk that is not the last nor a resumed request was given a new token.
-            if req.extend_end == len(req.origin_input_ids) and not req.output_ids:
+            if end == len(req.origin_input_ids) and not req.output_ids:
                 req.take(result, i)
             if req.finished():
                 self._release(req)
-            elif (slots := self.tree_cache.cache_unfinished_req(req)) is not None:
+            elif (slots := self.tree_cache.cache_unfinished_req(req, end)) is not None:
+                self.forward_stream.wait_for_reads()
                 (device_slots,) = upload(self.device, slots)
                 self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(slots)] = device_slots.int()
 
     def process_batch_result_decode(
         self: Scheduler, batch: ScheduleBatch, result: GenerationBatchResult
     ) -> None:
-        # A speculative worker has appended what it accepted, and checked for the end inside each run.
-        if self.spec_algorithm.is_none():
-            batch.book_decode_slots()  # while the device works
-            result = result.read()
-            for i, req in enumerate(batch.reqs):
-                req.take(result, i)
-        for req in batch.reqs:
+        drafts = result.num_draft_tokens - 1
+        for i, req in batch.rows_in_time():
+            count = req.take(result, i)
+            req.kv_len += count
+            if drafts >= 0:
+                req.count_round(proposed=drafts, correct=min(count, len(result.tokens[i]) - 1))
             if req.finished():
                 self._release(req)
 
     def _take_input_logprobs(self: Scheduler, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         if result.input_logprobs is None:
             return
-        wanted = batch.input_logprobs
-        for row, (owner, token) in enumerate(zip(wanted.owners, wanted.targets, strict=True)):
-            batch.reqs[owner].logprobs.add("input", result.input_logprobs, row, int(token))
+        wanted, in_time = batch.input_logprobs, dict(batch.rows_in_time())
+        for row, (owner, token) in enumerate(zip(wanted.owners.tolist(), wanted.targets, strict=True)):
+            if owner in in_time:
+                in_time[owner].logprobs.add("input", result.input_logprobs, row, int(token))
 
     def _release(self: Scheduler, req: Req) -> None:
         self.counters.add_finished(req)

@@ -11,11 +11,13 @@ from ..layers.sampler import Sampler
 from ..mem_cache.allocator import TokenToKVPoolAllocator
 from ..mem_cache.memory_pool import ReqToTokenPool
 from ..model_executor.cuda_graph_runner import CudaGraphRunner
-from ..model_executor.forward_batch_info import ForwardBatch
+from ..model_executor.device_io import upload
+from ..model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from ..model_executor.model_runner import ModelRunner
 from ..server_args import ServerArgs
 from .decode_cuda_graphs import DecodeCudaGraphs
 from .generation_result import GenerationBatchResult
+from .overlap_utils import DecodeStep, FutureMap, OnPublish
 from .schedule_batch import ModelWorkerBatch
 
 
@@ -42,28 +44,80 @@ class TpModelWorker:
         """Take the shared table and slot numbers; allocate this model's own KV tensors."""
         self.model_runner.init_memory_pool(req_to_token_pool, allocator)
 
+    def init_future_map(self, future_map: FutureMap) -> None:
+        """Take what the steps of this worker leave to one another."""
+        self.future_map = future_map
+
     def init_cuda_graphs(self, graphs: CudaGraphRunner) -> None:
         """Have a decode step of each size recorded, with and without logits."""
         self.graphs = graphs
         self.decode_graphs = DecodeCudaGraphs(self, graphs)
         self.model_runner.init_extend_graphs(graphs)
 
-    def forward_batch_generation(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
-        """Run the model over a step's rows and sample one token per request."""
-        size = None
-        if not batch.forward_mode.is_extend():
-            size = self.graphs.padded_size(len(batch.req_pool_indices), batch.global_step)
-        if size is None:
-            return self.forward_and_sample(batch, ForwardBatch.init_new(batch, self.model_runner))
-        return self.decode_graphs.run(size, batch)
+    def alloc_len_per_decode(self) -> int:
+        """The most positions behind S that a decode step writes for one request."""
+        return 1
 
-    def forward_idle(self, step: GlobalStep) -> None:
-        """A step without requests, so that the gathers of the ranks that have some are whole."""
+    def rows_per_req(self) -> tuple[int, int, int]:
+        """Rows of a decoding request in a forward of the draft loop, of the target, in the draft extend."""
+        return 0, 1, 0
+
+    def forward_batch_generation(
+        self, batch: ModelWorkerBatch, on_publish: OnPublish
+    ) -> GenerationBatchResult:
+        """Run the model over a step's rows and sample one token per request."""
+        if batch.forward_mode.is_extend():
+            forward_batch = ForwardBatch.init_new(batch, self.model_runner)
+            rows = forward_batch.req_pool_indices
+            on_publish(rows, forward_batch.seq_lens)
+            result = self.forward_and_sample(batch, forward_batch)
+            self.future_map.stash(rows, result.next_token_ids[:, 0])
+            return result
+        size = self.graphs.padded_size(len(batch.req_pool_indices), batch.global_step)
+        if size is not None:
+            return self.decode_graphs.run(size, batch, on_publish)
+        arrays = upload(self.device, batch.req_pool_indices, batch.prompt_lens)
+        step = DecodeStep.resolve(self.future_map, *arrays, batch.seq_lens_cpu, batch.global_step)
+        on_publish(step.req_pool_indices, step.seq_lens + 1)
+        output = self.decode_forward(step, topk=None if batch.needs_logits else 1)
+        result = self.sample(batch, output, step.output_positions)
+        self.future_map.stash(step.req_pool_indices, result.next_token_ids[:, 0])
+        return result
+
+    def decode_forward(self, step: DecodeStep, topk: int | None) -> LogitsProcessorOutput:
+        """One row for each request: its last token, at S."""
+        runner = self.model_runner
+        table = runner.req_to_token_pool.req_to_token
+        slots = self.kernels.assign_extend_cache_locs(table, step.req_pool_indices, step.seq_lens, 1)
+        return runner.forward(
+            ForwardBatch(
+                forward_mode=ForwardMode.DECODE,
+                input_ids=step.output_tokens,
+                positions=step.seq_lens,
+                req_pool_indices=step.req_pool_indices,
+                prefix_lens=step.seq_lens,
+                seq_lens=step.seq_lens + 1,
+                out_cache_loc=slots[:, 0],
+                q_start_loc=self.first_rows(len(step.seq_lens), 1),
+                max_q_len=1,
+                attn_backend=runner.attn_backend,
+                seq_lens_cpu=step.planned(1),
+                capture_hidden_mode=CaptureHiddenMode.LAST,
+                topk=topk,
+                dp_rows=step.global_step.target_rows,
+            )
+        )
+
+    def forward_idle(self, step: GlobalStep) -> GenerationBatchResult | None:
+        """A step without requests, so that the gathers of the ranks that have some are whole.
+
+        Returns what has to be read before a second step is launched after it, if there is anything.
+        """
         size = self.graphs.padded_size(0, step)
-        if size is None:
-            self.model_runner.forward_idle(step.target_rows)
-        else:
-            self.decode_graphs.idle(size)
+        if size is not None:
+            return self.decode_graphs.idle(size)
+        self.model_runner.forward_idle(step.target_rows)
+        return None
 
     def forward_and_sample(
         self, batch: ModelWorkerBatch, forward_batch: ForwardBatch

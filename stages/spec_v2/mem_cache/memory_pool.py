@@ -7,6 +7,8 @@ draft's alike. Restates sglang/srt/mem_cache/memory_pool.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -20,14 +22,20 @@ class ReqToTokenPool:
     Row 0 belongs to padded rows of a batch.
     """
 
-    def __init__(self, size: int, width: int, device: torch.device):
-        self.size = size
+    def __init__(self, size: int, width: int, device: torch.device, kernels: Any):
+        self.size, self.kernels = size, kernels
         self.req_to_token = torch.zeros((size + 1, width), dtype=torch.int32, device=device)
         self.req_to_token_host = np.zeros((size + 1, width), dtype=np.int64)
         self.clear()
 
     def clear(self) -> None:
         self.free_slots = list(range(self.size, 0, -1))
+
+    def assign(
+        self, rows: torch.Tensor, start: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor
+    ) -> None:
+        """Enter the first lens[i] of slots [bs, width] into row rows[i] from position start[i] on."""
+        self.kernels.assign_req_to_token(self.req_to_token, rows, start, slots, lens)
 
     def available_size(self) -> int:
         return len(self.free_slots)

@@ -72,8 +72,11 @@ class RadixCache:
         return self.protected_size_
 
     def make_key(self, token_ids: list[int], n: int) -> np.ndarray:
-        """Key of the first n KV entries, cut to whole pages. Under EAGLE it takes n + 1 tokens."""
-        n = n // self.page_size * self.page_size
+        """Key of the first n KV entries, cut to whole pages. Under EAGLE it takes n + 1 tokens.
+
+        Where the step in flight is the prompt's last, the token behind it is not known yet.
+        """
+        n = min(n, len(token_ids) - self.is_eagle) // self.page_size * self.page_size
         if not self.is_eagle:
             return np.array(token_ids[:n], dtype=np.int64)
         ids = np.array(token_ids[: n + 1], dtype=np.int64)
@@ -99,28 +102,31 @@ class RadixCache:
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         """Hand a request's KV to the tree, free what the tree has already or cannot take, free its row.
 
+        All that was reserved goes here and nowhere else, used or not: upstream's release_kv_cache. A step in
+        flight may still run for the request; what it writes, it writes before any later step could.
         With `is_insert` False nothing is kept: the KV is not worth sharing.
         """
-        slots = self.req_to_token_pool.req_to_token_host[req.req_pool_idx, : req.kv_len]
+        slots = self.req_to_token_pool.req_to_token_host[req.req_pool_idx, : req.kv_allocated_len]
         if self.disable or not is_insert:
             self.token_to_kv_pool_allocator.free(slots[req.prefix_len :])
         else:
-            self._insert_req(req, slots)
+            self._insert_req(req, slots, req.kv_len)
         self.dec_lock_ref(req.last_node)
         self.req_to_token_pool.free(req.req_pool_idx)
         req.req_pool_idx = None
 
-    def cache_unfinished_req(self, req: Req) -> np.ndarray | None:
-        """Share the KV of a running request; it then uses the tree's slots where the tree had them before.
+    def cache_unfinished_req(self, req: Req, kv_len: int) -> np.ndarray | None:
+        """Share the first `kv_len` entries of a running request; it then uses the tree's slots where the tree
+        had them before. Its further entries may be those of a step in flight.
 
         Returns the new slots of the whole shared prefix if any of them changed, else None.
         """
         if self.disable:
             return None
-        slots = self.req_to_token_pool.req_to_token_host[req.req_pool_idx, : req.kv_len]
+        slots = self.req_to_token_pool.req_to_token_host[req.req_pool_idx, :kv_len]
         before = slots.copy()
-        self._insert_req(req, slots, keep_tail=True)
-        match = self.match_prefix(req.all_token_ids(), req.kv_len)
+        self._insert_req(req, slots, kv_len, keep_tail=True)
+        match = self.match_prefix(req.all_token_ids(), kv_len)
         slots[: len(match.device_indices)] = match.device_indices
         self.dec_lock_ref(req.last_node)
         self.inc_lock_ref(match.last_node)
@@ -160,8 +166,8 @@ class RadixCache:
             node.lock_ref -= 1
             node = node.parent
 
-    def _insert_req(self, req: Req, slots: np.ndarray, keep_tail: bool = False) -> None:
-        key = self.make_key(req.all_token_ids(), len(slots))
+    def _insert_req(self, req: Req, slots: np.ndarray, kv_len: int, keep_tail: bool = False) -> None:
+        key = self.make_key(req.all_token_ids(), kv_len)
         had = self.insert(key, slots[: len(key)])
         # The tree keeps its own copy of entries it had; ours of those were computed twice.
         self.token_to_kv_pool_allocator.free(slots[req.prefix_len : had])

@@ -17,7 +17,6 @@ from .device_io import upload
 
 if TYPE_CHECKING:
     from ..layers.attention.base_backend import AttentionBackend
-    from ..layers.logits_processor import LogitsProcessorOutput
     from ..managers.schedule_batch import ModelWorkerBatch
     from .model_runner import ModelRunner
 
@@ -79,8 +78,6 @@ class ForwardBatch:
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
     # The k likeliest tokens of each row are all that is wanted, instead of its logits: 1 for greedy decoding.
     topk: int | None = None
-    # Where the likeliest tokens and the hidden states of `last_rows` are written; None: to new tensors.
-    output: LogitsProcessorOutput | None = None
     input_logprobs: LogprobRequest | None = None
     spec_info: Any = None  # its `hidden_states` [rows, hidden] feed a draft model
     attn_metadata: Any = field(default=None, repr=False)  # planned once per forward by the backend
@@ -92,7 +89,7 @@ class ForwardBatch:
 
     @classmethod
     def init_new(cls, batch: ModelWorkerBatch, model_runner: ModelRunner) -> ForwardBatch:
-        """Upload a step's arrays in one transfer and enter its slots into the table of requests."""
+        """Upload an extend's arrays in one transfer. Its slots stand in the table of requests already."""
         bs = len(batch.req_pool_indices)
         counts = batch.seq_lens - batch.prefix_lens
         q_start_loc = np.concatenate([[0], np.cumsum(counts)])
@@ -107,25 +104,18 @@ class ForwardBatch:
             "out_cache_loc": batch.out_cache_loc,
             "q_start_loc": q_start_loc,
             "output_positions": batch.output_positions,
+            "known_next_tokens": batch.known_next_tokens,
         }
-        if batch.forward_mode.is_extend():
-            named["known_next_tokens"] = batch.known_next_tokens
-            table = np.zeros_like(counts), batch.table_slots, batch.seq_lens
-        else:
-            table = batch.prefix_lens, batch.out_cache_loc[:, None], counts
         logprob = batch.input_logprobs
         extra = [] if logprob is None else [logprob.rows, logprob.targets, logprob.token_ids]
         tensors = upload(
             model_runner.device,
             *named.values(),
-            *table,
             q_start_loc[1:] - 1,
             *extra,
         )
         fields = dict(zip(named, tensors, strict=False))
-        start, slots, lens, last_rows, *extra_tensors = tensors[len(named) :]
-        table = model_runner.req_to_token_pool.req_to_token
-        model_runner.kernels.assign_req_to_token(table, fields["req_pool_indices"], start, slots, lens)
+        last_rows, *extra_tensors = tensors[len(named) :]
         return cls(
             forward_mode=batch.forward_mode,
             **fields,
@@ -133,12 +123,11 @@ class ForwardBatch:
             attn_backend=model_runner.attn_backend,
             seq_lens_cpu=batch.seq_lens,
             extend_seq_lens_cpu=counts,
-            last_rows=last_rows if batch.forward_mode.is_extend() else None,
+            last_rows=last_rows,
             # A draft model is fed with the state of every row.
             capture_hidden_mode=CaptureHiddenMode.FULL
             if batch.spec_algorithm.is_eagle()
             else batch.capture_hidden_mode,
-            spec_info=batch.spec_info,
             input_logprobs=None
             if logprob is None
             else LogprobRequest(extra_tensors[0], extra_tensors[1], logprob.top_num, extra_tensors[2]),

@@ -1,107 +1,94 @@
 """A round of EAGLE as three CUDA graphs: draft, verify, draft extend.
 
 Restates eagle_draft_cuda_graph_runner.py of sglang/srt/speculative, its counterpart for the draft extend
-(#6606, after v0.4.6) and the verifying half of model_executor/cuda_graph_runner.py. The graphs of one size
-hand each other their results in place: verify reads what draft wrote, the draft extend what verify wrote, and
-the next round's draft what the draft extend wrote. Only after rows came or went is anything copied.
+(#6606) and the verifying half of model_executor/cuda_graph_runner.py. The graphs of one size hand each other
+their results in place: verify reads what draft wrote, the draft extend what verify wrote. Rounds hand each other
+theirs through the future map, whose rows are read and written inside the graphs. What the host sends and
+reads goes outside of them: the host memory of a step is not that of the step before, which is under way still.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from ..layers.logits_processor import LogitsProcessorOutput
-from ..managers.schedule_batch import ScheduleBatch
+from ..managers.generation_result import GenerationBatchResult
+from ..managers.overlap_utils import DecodeStep
+from ..managers.schedule_batch import ModelWorkerBatch
 from ..model_executor.cuda_graph_runner import CudaGraphRunner
 from ..model_executor.device_io import Readback
 from ..model_executor.forward_batch_info import ForwardMode
 from ..model_executor.model_runner import ModelRunner
 from ..model_executor.packed_buffer import PackedBuffer
-from .eagle_info import EagleDraftInput, EagleStep, EagleVerifyInput, EagleVerifyOutput
+from .eagle_info import EagleVerifyInput, EagleVerifyOutput
 
 if TYPE_CHECKING:
-    from .eagle_forwards import EagleForwards
+    from .eagle_worker_v2 import EAGLEWorkerV2
 
 
 class EagleCudaGraphs:
-    def __init__(self, worker: EagleForwards, graphs: CudaGraphRunner):
+    def __init__(self, worker: EAGLEWorkerV2, graphs: CudaGraphRunner):
         self.worker, self.graphs = worker, graphs
         self.inputs: dict[int, PackedBuffer] = {}
-        self._views: dict[tuple[int, int], EagleVerifyInput | EagleDraftInput] = {}
-        most = max(graphs.sizes, default=0)
-        runner, device = worker.draft_model_runner, worker.device
-        hidden, topk = runner.model_config.hidden_size, worker.topk
-        # What the next round starts from. Zeros are a valid token, so padding rows never index out of range.
-        self.draft_input = EagleDraftInput(
-            hidden_states=torch.zeros(most, hidden, dtype=runner.dtype, device=device),
-            verified_id=torch.zeros(most, dtype=torch.int64, device=device),
-            topk_p=torch.zeros(most, topk, device=device),
-            topk_index=torch.zeros(most, topk, dtype=torch.int64, device=device),
-        )
-        self.target_runner, self.draft_runner = worker.target_worker.model_runner, runner
+        self.readbacks: dict[int, Iterator[Readback]] = {}
+        self._views: dict[tuple[int, int], EagleVerifyInput] = {}
+        most, topk = max(graphs.sizes, default=0), worker.draft_worker.topk
+        self.target_runner = worker.target_worker.model_runner
+        self.draft_runner = worker.draft_worker.model_runner
         self.target_runner.attn_backend.init_cuda_graph_state(most, worker.speculative_num_draft_tokens)
         self.draft_runner.attn_backend.init_cuda_graph_state(most, max(topk, worker.max_path + 1))
         graphs.register(self._capture)
 
     def _capture(self, size: int) -> None:
-        worker, n = self.worker, self.worker.speculative_num_draft_tokens
-        running = copy.deepcopy(self.draft_input)  # on a CPU a size is prepared while requests run
-        shapes = [(size,)] * 3 + [(size, worker.draft_slots_per_req()), (size, n), (size,)]
-        buffer = self.inputs[size] = PackedBuffer(worker.device, shapes)
-        step = EagleStep(*buffer.device)
-        verify_input = self.graphs.capture(("draft", size), partial(self._draft, buffer, step))
+        buffer = self.inputs[size] = PackedBuffer(self.worker.device, [(size,)] * 2)
+        self.readbacks[size] = itertools.cycle((Readback(), Readback()))  # the last result is not read yet
+        verify_input = self.graphs.capture(("draft", size), partial(self._draft, buffer))
         self.graphs.capture(("verify_logits", size), partial(self._verify_logits, size, verify_input))
-        output = self.graphs.capture(("verify", size), partial(self._verify, verify_input, Readback()))
-        self.graphs.capture(("draft_extend", size), partial(self._draft_extend, step, output))
-        self.draft_input.copy_(running)
+        output = self.graphs.capture(("verify", size), partial(self._verify, verify_input))
+        step = verify_input.step
+        self.graphs.capture(("draft_extend", size), partial(self.worker.extend_draft, step, output))
 
     # ---- what is recorded ----
 
-    def _draft(self, buffer: PackedBuffer, step: EagleStep) -> EagleVerifyInput:
-        buffer.send()
-        return self.worker.draft_forward(step, self.draft_input.rows(len(step.seq_lens)))
+    def _draft(self, buffer: PackedBuffer) -> EagleVerifyInput:
+        return self.worker.grow(DecodeStep.resolve(self.worker.future_map, *buffer.device))
 
-    def _verify(self, verify_input: EagleVerifyInput, readback: Readback) -> EagleVerifyOutput:
-        logits_output = self.worker.target_forward(verify_input, topk=1)
-        return self.worker.accept(verify_input, logits_output, None, readback)
+    def _verify(self, verify_input: EagleVerifyInput) -> EagleVerifyOutput:
+        return self.worker.accept(verify_input, self.worker.target_forward(verify_input, topk=1), None)
 
     def _verify_logits(self, size: int, verify_input: EagleVerifyInput) -> LogitsProcessorOutput:
         output = self.worker.target_forward(verify_input, topk=None)
         output.next_token_logits = self.graphs.shared("next_token_logits", size, output.next_token_logits)
         return output
 
-    def _draft_extend(self, step: EagleStep, output: EagleVerifyOutput) -> None:
-        static = self.draft_input.rows(len(step.seq_lens))
-        self.draft_input.copy_(self.worker.draft_extend_forward(step, output, static))
-
     # ---- one round ----
 
-    def draft(
-        self, size: int, arrays: tuple[np.ndarray, ...], draft_input: EagleDraftInput
+    def draft(self, size: int, batch: ModelWorkerBatch) -> EagleVerifyInput:
+        arrays = (batch.req_pool_indices, batch.prompt_lens)
+        return self._rows(self._start(size, arrays, batch.seq_lens_cpu), len(batch.reqs))
+
+    def _start(
+        self, size: int, arrays: tuple[np.ndarray, ...], seq_lens_cpu: np.ndarray | None
     ) -> EagleVerifyInput:
-        """Send `arrays`, the fields of EagleStep for the real rows, and draft for them."""
-        self.inputs[size].fill(*arrays)
-        self.seq_lens_cpu = arrays[1]
-        if self.worker.draft_slots_per_req():
-            self._plan(self.draft_runner, ForwardMode.DECODE, size, self.worker.draft_slots_per_req())
-        if draft_input.hidden_states.data_ptr() != self.draft_input.hidden_states.data_ptr():
-            self.draft_input.copy_(draft_input)
-        return self._rows(self.graphs.replay(("draft", size)), len(arrays[0]))
+        """Send `arrays`, rows and prompt lengths of the real requests, and draft for them."""
+        self.inputs[size].send(*arrays)
+        self.seq_lens_cpu = seq_lens_cpu
+        if slots := self.worker.draft_worker.draft_slots_per_req():
+            self._plan(self.draft_runner, ForwardMode.DECODE, size, slots)
+        return self.graphs.replay(("draft", size))
 
     def verify(self, size: int) -> EagleVerifyOutput:
         self._plan_verify(size)
-        output = self.graphs.replay(("verify", size))
-        output.result.readback.launched()
-        return output
+        return self._with_read(size, self.graphs.replay(("verify", size)))
 
     def verify_with_logits(
-        self, size: int, verify_input: EagleVerifyInput, batch: ScheduleBatch
+        self, size: int, verify_input: EagleVerifyInput, batch: ModelWorkerBatch
     ) -> EagleVerifyOutput:
         """The target in its graph; the acceptance outside, for it depends on what the requests ask."""
         self._plan_verify(size)
@@ -113,33 +100,37 @@ class EagleCudaGraphs:
             hidden_states=logits_output.hidden_states[:real],
         )
         output = self.worker.accept(verify_input, logits_output, batch)
+        output.result.start_read()
         self.graphs.result(("verify", size)).copy_(output)
         return output
 
-    def draft_extend(self, size: int, bs: int) -> EagleDraftInput:
+    def _with_read(self, size: int, static: EagleVerifyOutput) -> EagleVerifyOutput:
+        """A result of this round's own, on its way to the host: the graph's will be the next round's."""
+        result = dataclasses.replace(static.result).start_read(next(self.readbacks[size]))
+        return dataclasses.replace(static, result=result)
+
+    def draft_extend(self, size: int) -> None:
         self._plan(self.draft_runner, ForwardMode.DRAFT_EXTEND, size, self.worker.max_path + 1)
         self.graphs.replay(("draft_extend", size))
-        return dataclasses.replace(self._rows(self.draft_input, bs))  # the batch will filter its own
 
-    def idle(self, size: int) -> None:
+    def idle(self, size: int) -> GenerationBatchResult:
         """A round of padding rows, for the collectives that the other ranks' graphs hold."""
-        self.draft(size, tuple(self.inputs[size].no_rows()), self.draft_input)
+        self._start(size, tuple(self.inputs[size].no_rows()), np.empty(0, np.int64))
         output = self.verify(size)
-        self.draft_extend(size, 0)
-        output.result.read()  # waiting keeps the pinned inputs until they are sent
+        self.draft_extend(size)
+        return output.result
 
     def _plan_verify(self, size: int) -> None:
         n = self.worker.speculative_num_draft_tokens
         self._plan(self.target_runner, ForwardMode.TARGET_VERIFY, size, n)
 
     def _plan(self, runner: ModelRunner, mode: ForwardMode, size: int, entries: int) -> None:
-        """Plan a graph's attention for S + `entries` of each request."""
-        lens = self.seq_lens_cpu + entries
-        runner.attn_backend.init_forward_metadata_replay_cuda_graph(mode, size, lens)
+        """Plan a graph's attention for S + `entries` of each request, if the backend plans at all."""
+        if self.seq_lens_cpu is not None:
+            lens = self.seq_lens_cpu + entries
+            runner.attn_backend.init_forward_metadata_replay_cuda_graph(mode, size, lens)
 
-    def _rows(
-        self, static: EagleVerifyInput | EagleDraftInput, bs: int
-    ) -> EagleVerifyInput | EagleDraftInput:
+    def _rows(self, static: EagleVerifyInput, bs: int) -> EagleVerifyInput:
         """`static.rows(bs)`, made once: a dozen slices in every round would cost as much as a forward."""
         key = (id(static), bs)
         if key not in self._views:

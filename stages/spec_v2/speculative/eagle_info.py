@@ -1,22 +1,19 @@
-"""What travels between the phases of a step. Restates sglang/srt/speculative/eagle_utils.py of v0.4.6.
+"""What travels between the phases of a step. Restates sglang/srt/speculative/eagle_info.py.
 
-EagleDraftInput lives from one step to the next, with one row per request. EagleStep, EagleVerifyInput and
-EagleVerifyOutput live for one step.
+All of it lives for one step. What the next step starts from stands in the future map.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ..kernels.tree_types import AcceptedPaths
-from ..layers.dp_attention import GlobalStep
 from ..layers.logits_processor import LogitsProcessorOutput
 from ..layers.sampler import target_probs
+from ..managers.overlap_utils import DecodeStep, FutureMap
 from ..sampling.sampling_batch_info import SamplingBatchInfo
 
 if TYPE_CHECKING:
@@ -34,57 +31,34 @@ class EagleDraftInput:
     # Inside a draft forward: the row of hidden_states that each row is paired with, [rows]; None: its own
     hidden_rows: torch.Tensor | None = None
 
-    _ROWS = ("hidden_states", "verified_id", "topk_p", "topk_index")
+    @staticmethod
+    def init_future_map(future_map: FutureMap, topk: int, hidden_size: int, dtype: torch.dtype) -> None:
+        future_map.add_draft_state("hidden_states", (hidden_size,), dtype)
+        future_map.add_draft_state("topk_p", (topk,), torch.float32)
+        future_map.add_draft_state("topk_index", (topk,), torch.int64)
 
-    def filter_batch(self, index: torch.Tensor) -> None:
-        """Keep rows `index`, in that order (v0.4.6 keeps the first len(index) rows)."""
-        for name in self._ROWS:
-            setattr(self, name, getattr(self, name)[index])
+    @classmethod
+    def resolve(cls, future_map: FutureMap, step: DecodeStep) -> EagleDraftInput:
+        state = {name: rows[step.req_pool_indices] for name, rows in future_map.draft_state.items()}
+        return cls(verified_id=step.output_tokens, **state)
 
-    def rows(self, count: int) -> EagleDraftInput:
-        """Views of the first `count` rows."""
-        return EagleDraftInput(*(getattr(self, name)[:count] for name in self._ROWS))
-
-    def copy_(self, other: EagleDraftInput) -> None:
-        """Overwrite the first rows with those of `other`, unless that is where they were written."""
-        for name in self._ROWS:
-            mine, rows = getattr(self, name), getattr(other, name)
-            if rows.data_ptr() != mine.data_ptr():
-                mine[: len(rows)].copy_(rows)
-
-    def merge_batch(self, other: EagleDraftInput) -> None:
-        for name in self._ROWS:
-            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
-
-
-@dataclass
-class EagleStep:
-    """A step's slots and lengths on the device, from the step's one upload."""
-
-    req_pool_indices: torch.Tensor  # [bs]
-    seq_lens: torch.Tensor  # [bs] S
-    output_positions: torch.Tensor  # [bs] output tokens so far
-    draft_slots: torch.Tensor  # [bs, topk · (steps − 1)] scratch: free again before verification allocates
-    verify_slots: torch.Tensor  # [bs, n]
-    verify_lens: torch.Tensor  # [bs] S + n
-    seq_lens_cpu: np.ndarray | None = None  # [bs] S on the host; None in what a graph records
-    global_step: GlobalStep = GlobalStep()  # what the ranks of DP attention agreed on; nothing in a graph
-
-    def planned(self, entries: int) -> np.ndarray | None:
-        """ForwardBatch.seq_lens_cpu where every request gets `entries` more than S."""
-        return None if self.seq_lens_cpu is None else self.seq_lens_cpu + entries
-
-    def request_of_rows(self, width: int) -> torch.Tensor:
-        """The request that each row belongs to, [bs · width]."""
-        bs, device = len(self.seq_lens), self.seq_lens.device
-        return torch.arange(bs, device=device).repeat_interleave(width, output_size=bs * width)
+    def stash(self, future_map: FutureMap, req_pool_indices: torch.Tensor) -> None:
+        """Leave it to the next step."""
+        future_map.stash(
+            req_pool_indices,
+            self.verified_id,
+            hidden_states=self.hidden_states,
+            topk_p=self.topk_p,
+            topk_index=self.topk_index,
+        )
 
 
 @dataclass
 class EagleVerifyInput:
     """A tree of n tokens per request; node 0 is the root, the last output token."""
 
-    step: EagleStep
+    step: DecodeStep
+    verify_slots: torch.Tensor  # [bs, n] of positions S … S + n − 1
     draft_token: torch.Tensor  # [bs, n]
     tree_mask: torch.Tensor  # [bs, n, 1] bits: node i sees node j
     positions: torch.Tensor  # [bs · n] S + depth
@@ -121,7 +95,7 @@ class EagleVerifyInput:
                 logits = info.apply_logits_bias(logits, output_positions, row_to_req, path_tokens, path_lens)
             if info.is_all_greedy:
                 target_predict = kernels.argmax(logits)
-        where = (self.step.verify_slots, self.step.seq_lens, checks)
+        where = (self.verify_slots, self.step.seq_lens, checks)
         if target_predict is not None:
             return kernels.verify_tree_greedy(
                 self.draft_token, target_predict.view(bs, n), *tree, *where, max_depth
@@ -140,13 +114,11 @@ class EagleVerifyInput:
 
     def rows(self, bs: int) -> EagleVerifyInput:
         """Views of the first `bs` requests."""
-        has_rows = (torch.Tensor, np.ndarray)
-        fields = {name: t[:bs] for name, t in vars(self.step).items() if isinstance(t, has_rows)}
-        step = dataclasses.replace(self.step, **fields)
         n = self.draft_token.shape[1]
         per_request = (self.retrieve_index, self.retrieve_next_token, self.retrieve_next_sibling)
         return EagleVerifyInput(
-            step,
+            self.step.rows(bs),
+            self.verify_slots[:bs],
             self.draft_token[:bs],
             self.tree_mask[:bs],
             self.positions[: bs * n],
@@ -177,15 +149,3 @@ class EagleVerifyOutput:
             mine[: len(rows)].copy_(rows)
             mine[len(rows) :].zero_()
         self.hidden_states[: len(other.hidden_states)].copy_(other.hidden_states)
-
-
-def align_evict_mask_to_page_size(
-    seq_lens: np.ndarray, kept: np.ndarray, evict_mask: np.ndarray, page_size: int
-) -> np.ndarray:
-    """Spare the page that holds the last kept token: freeing one slot of a page frees all of it.
-
-    `evict_mask` [bs, n] over positions seq_lens[i] … seq_lens[i] + n − 1, of which the first kept[i] stay.
-    """
-    positions = seq_lens[:, None] + np.arange(evict_mask.shape[1])
-    last_page = (seq_lens + kept - 1) // page_size
-    return evict_mask & (positions // page_size > last_page[:, None])

@@ -7,7 +7,7 @@ from .flat_layout import create_custom_mask, create_kv_indices
 from .fused_linear import linear, linear_float32, linear_topk, norm_gate_up, norm_qkv_rotary_store
 from .layers import rms_norm, rotary_store, silu_and_mul
 from .random import USE_ACCEPT, USE_SAMPLE, philox_uniform
-from .req_to_token import assign_draft_cache_locs, assign_req_to_token
+from .req_to_token import assign_draft_cache_locs, assign_extend_cache_locs, assign_req_to_token
 from .sampling import sample_from_probs
 from .topk import argmax, top_k
 from .tree import build_tree, grow_tree
@@ -19,6 +19,7 @@ __all__ = [
     "HostMetadata",
     "argmax",
     "assign_draft_cache_locs",
+    "assign_extend_cache_locs",
     "assign_req_to_token",
     "attention",
     "build_tree",

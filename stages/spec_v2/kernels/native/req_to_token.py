@@ -1,7 +1,7 @@
-"""Writes to the request table in plain PyTorch.
+"""Writes to the request table, and reads from it, in plain PyTorch.
 
-Restates the kernels assign_req_to_token_pool and assign_draft_cache_locs of upstream's
-speculative/eagle_utils.py (v0.4.6).
+Restates upstream's kernels assign_req_to_token_pool, assign_extend_cache_locs and
+assign_draft_cache_locs_page_size_1.
 """
 
 from __future__ import annotations
@@ -31,21 +31,36 @@ def assign_req_to_token(
     req_to_token[rows, (start.unsqueeze(1) + columns)[valid]] = slots[valid].to(req_to_token.dtype)
 
 
+def assign_extend_cache_locs(
+    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, start: torch.Tensor, width: int
+) -> torch.Tensor:
+    """Slots of positions start[b] … start[b] + width − 1 of each request, which were reserved before.
+
+    Args:
+        req_to_token: int32 [requests, context].
+        req_pool_indices, start: int64 [bs].
+
+    Returns int64 [bs, width].
+    """
+    columns = start.unsqueeze(1) + torch.arange(width, device=start.device)
+    return req_to_token[req_pool_indices.unsqueeze(1), columns].long()
+
+
 def assign_draft_cache_locs(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
-    slots: torch.Tensor,
+    columns: int,
     topk: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Enter the slots of a whole draft into the table, and lay out what each of its forwards needs.
+    """Look up the slots of a whole draft in the table, and lay out what each of its forwards needs.
 
     Level i has columns i · topk to (i + 1) · topk − 1 behind a request's seq_len, one for each beam.
 
     Args:
-        req_to_token: int32 [requests, context], written from column seq_lens[b] on.
+        req_to_token: int32 [requests, context], with `columns` slots from seq_lens[b] on.
         req_pool_indices, seq_lens: int64 [bs].
-        slots: int64 [bs, levels · topk].
+        columns: levels · topk.
         topk: beams of a level.
 
     Returns, int64:
@@ -53,9 +68,8 @@ def assign_draft_cache_locs(
         positions [levels, bs · topk], seq_len + level: beams of a level stand at the same place of the text.
         kv_lens [levels, bs], seq_len and the columns up to this level's.
     """
-    assign_req_to_token(req_to_token, req_pool_indices, seq_lens, slots)
-    bs, columns = slots.shape
-    levels = columns // topk
+    slots = assign_extend_cache_locs(req_to_token, req_pool_indices, seq_lens, columns)
+    bs, levels = len(slots), columns // topk
     level = torch.arange(levels, device=slots.device).unsqueeze(1)
     return (
         slots.view(bs, levels, topk).transpose(0, 1).reshape(levels, bs * topk),

@@ -1,4 +1,4 @@
-"""Writes to the request table in Triton."""
+"""Writes to the request table, and reads from it, in Triton."""
 
 from __future__ import annotations
 
@@ -61,12 +61,53 @@ def assign_req_to_token(
         )
 
 
+@triton.jit
+def _extend_kernel(
+    req_to_token,
+    req_pool_indices,
+    start,
+    slots,
+    table_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    source = req_to_token + tl.load(req_pool_indices + row) * table_stride + tl.load(start + row)
+    slot = tl.load(source + column, mask=inside, other=0)
+    tl.store(slots + row * WIDTH + column, slot.to(tl.int64), mask=inside)
+
+
+def assign_extend_cache_locs(
+    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, start: torch.Tensor, width: int
+) -> torch.Tensor:
+    """See the native twin."""
+    bs = len(start)
+    slots = start.new_empty(bs, width)
+    if bs and width:
+        _extend_kernel[(bs,)](
+            req_to_token,
+            req_pool_indices.contiguous(),
+            start.contiguous(),
+            slots,
+            req_to_token.stride(0),
+            WIDTH=width,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=1 if width <= 128 else 4,
+            **dependent(slots),
+        )
+    return slots
+
+
 @triton.jit(do_not_specialize=["bs"])
 def _draft_kernel(
     req_to_token,
     req_pool_indices,
     seq_lens,
-    slots,
     out_cache_loc,
     positions,
     kv_lens,
@@ -83,9 +124,8 @@ def _draft_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
     length = tl.load(seq_lens + row)
-    slot = tl.load(slots + row * COLUMNS + column, mask=inside, other=0)
-    target = req_to_token + tl.load(req_pool_indices + row) * table_stride + length
-    tl.store(target + column, slot.to(req_to_token.dtype.element_ty), mask=inside)
+    source = req_to_token + tl.load(req_pool_indices + row) * table_stride + length
+    slot = tl.load(source + column, mask=inside, other=0).to(tl.int64)
     level, beam = column // TOPK, column % TOPK
     place = (level * bs + row) * TOPK + beam
     tl.store(out_cache_loc + place, slot, mask=inside)
@@ -97,20 +137,18 @@ def assign_draft_cache_locs(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
-    slots: torch.Tensor,
+    columns: int,
     topk: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the native twin."""
-    bs, columns = slots.shape
-    levels = columns // topk
-    out_cache_loc, positions = (slots.new_empty(levels, bs * topk) for _ in range(2))
-    kv_lens = slots.new_empty(levels, bs)
+    bs, levels = len(seq_lens), columns // topk
+    out_cache_loc, positions = (seq_lens.new_empty(levels, bs * topk) for _ in range(2))
+    kv_lens = seq_lens.new_empty(levels, bs)
     if bs and columns:
         _draft_kernel[(bs,)](
             req_to_token,
             req_pool_indices.contiguous(),
             seq_lens.contiguous(),
-            slots.contiguous(),
             out_cache_loc,
             positions,
             kv_lens,
@@ -120,6 +158,6 @@ def assign_draft_cache_locs(
             COLUMNS=columns,
             BLOCK=triton.next_power_of_2(columns),
             num_warps=1 if columns <= 128 else 4,
-            **dependent(slots),
+            **dependent(seq_lens),
         )
     return out_cache_loc, positions, kv_lens

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 class AttentionBackend:
     records_prefills = True  # False where each prefill is planned for its own lengths
+    needs_cpu_seq_lens = False  # True where every forward is planned for lengths that the host knows
 
     def __init__(self, model_runner: ModelRunner):
         self.kernels = model_runner.kernels

@@ -1,7 +1,7 @@
 """Attention by FlashInfer's wrappers. Restates sglang/srt/layers/attention/flashinfer_backend.py.
 
-A wrapper wants to know before the first layer how long every request is, on the host. The host has these
-lengths anyway, so a forward has two halves and reads nothing back:
+A wrapper wants to know before the first layer how long every request is, on the host. So the host reads what
+the last verification published, and a forward has two halves:
 
     plan      on the host, outside of any graph: flashinfer_plan.py
     lay out   on the device, inside the graph: the table of requests → a flat list of slots, the tree's
@@ -55,6 +55,7 @@ def check_flashinfer(dtype: torch.dtype, head_dim: int) -> None:
 
 class FlashInferAttnBackend(AttentionBackend):
     records_prefills = False
+    needs_cpu_seq_lens = True
 
     def __init__(self, model_runner: ModelRunner):
         super().__init__(model_runner)

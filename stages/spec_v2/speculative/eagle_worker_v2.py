@@ -1,0 +1,299 @@
+"""One step of EAGLE: draft a tree, verify it in one target forward, bring the draft's KV up to date.
+
+Restates sglang/srt/speculative/eagle_worker_v2.py. Three phases are launched one behind the other:
+
+    draft                               draft model, steps − 1 forwards of topk rows per request
+    verify                              target model, 1 forward of n rows per request under a tree mask
+    forward_draft_extend_after_decode   draft model, 1 forward of a fixed width over the accepted tokens
+
+The first reads the future map, the last writes to it; lengths are published in between. So the host waits
+nowhere: what was accepted it learns from the result, one step later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..configs.model_config import draft_config
+from ..layers.dp_attention import GlobalStep
+from ..layers.logits_processor import LogitsProcessorOutput
+from ..managers.generation_result import GenerationBatchResult
+from ..managers.overlap_utils import DecodeStep, FutureMap, OnPublish
+from ..managers.schedule_batch import ModelWorkerBatch
+from ..managers.tp_worker import TpModelWorker
+from ..model_executor.cuda_graph_runner import CudaGraphRunner
+from ..model_executor.device_io import upload
+from ..model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from ..model_executor.model_runner import ModelRunner
+from ..server_args import ServerArgs
+from .base_spec_worker import BaseSpecWorker
+from .build_eagle_tree import DraftTree, column_bits
+from .eagle_cuda_graphs import EagleCudaGraphs
+from .eagle_info import EagleDraftInput, EagleVerifyInput, EagleVerifyOutput
+
+
+class EagleDraftWorker(TpModelWorker):
+    """The draft model, with the target's embedding and head."""
+
+    def __init__(self, server_args: ServerArgs, target_worker: TpModelWorker):
+        self.topk = server_args.speculative_eagle_topk
+        self.speculative_num_steps = server_args.speculative_num_steps
+        self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
+        # A path has at most one node per level, and no more nodes than the tree.
+        self.max_path = min(self.speculative_num_steps, self.speculative_num_draft_tokens - 1)
+        vocab_size = target_worker.model_config.vocab_size
+        if self.topk > vocab_size:
+            raise ValueError(
+                f"speculative_eagle_topk={self.topk} is more than the vocabulary's {vocab_size} tokens: "
+                "lower it"
+            )
+        config = draft_config(server_args.speculative_draft_model_path, target_worker.model_config)
+        super().__init__(server_args, config)
+        self.model_runner.model.set_embed_and_head(*target_worker.model_runner.model.get_embed_and_head())
+        # What never changes is made once: in a graph each small tensor costs as much as a launch.
+        self._column_bits = column_bits(self.draft_slots_per_req(), self.device)
+        requests = torch.arange(server_args.max_running_requests, device=self.device)
+        self._request_of_beam = requests.repeat_interleave(self.topk)
+
+    def draft_slots_per_req(self) -> int:
+        # The first level needs no forward: its tokens come out of the draft extend before it.
+        return self.topk * (self.speculative_num_steps - 1)
+
+    # ---- prefill ----
+
+    def forward_draft_extend(
+        self, forward_batch: ForwardBatch, next_token_ids: torch.Tensor, dp_rows: int | None
+    ) -> EagleDraftInput:
+        """The draft over the same rows, each paired with the token after it: token p + 1 with hidden p."""
+        shifted = forward_batch.input_ids.roll(-1)
+        shifted[forward_batch.last_rows] = next_token_ids  # [bs]: sampled, or known where a prompt goes on
+        draft_batch = forward_batch.for_runner(
+            self.model_runner,
+            input_ids=shifted,
+            spec_info=EagleDraftInput(forward_batch.hidden_states),
+            capture_hidden_mode=CaptureHiddenMode.LAST,
+            topk=self.topk,
+            input_logprobs=None,
+            dp_rows=dp_rows,
+        )
+        return self.capture_for_decode(self.model_runner.forward(draft_batch), next_token_ids)
+
+    def capture_for_decode(
+        self, logits_output: LogitsProcessorOutput, verified_id: torch.Tensor
+    ) -> EagleDraftInput:
+        """What the next step starts from."""
+        return EagleDraftInput(
+            logits_output.hidden_states, verified_id, logits_output.topk_p, logits_output.topk_index
+        )
+
+    # ---- draft ----
+
+    def draft_forward(self, step: DecodeStep, draft_input: EagleDraftInput) -> tuple[torch.Tensor, ...]:
+        """Grow `steps` levels, the first of which came out of the draft extend: fields of EagleVerifyInput."""
+        tree = DraftTree(
+            draft_input.topk_p,
+            draft_input.topk_index,
+            self._request_of_beam[: len(step.seq_lens) * self.topk],
+            self._column_bits,
+            self.kernels,
+        )
+        table = self.model_runner.req_to_token_pool.req_to_token
+        levels = self.kernels.assign_draft_cache_locs(
+            table, step.req_pool_indices, step.seq_lens, self.draft_slots_per_req(), self.topk
+        )
+        proposals = plan = None  # the attention backend's one plan serves all levels
+        for level in zip(*levels, strict=True):
+            if proposals is not None:
+                tree.grow(proposals)
+            before = draft_input if proposals is None else proposals
+            forward_batch = self._draft_batch(step, tree, before.hidden_states, plan, *level)
+            proposals, plan = self.model_runner.forward(forward_batch), forward_batch.attn_metadata
+        n = self.speculative_num_draft_tokens
+        return tree.build(proposals, draft_input.verified_id, step.seq_lens, n)
+
+    def _draft_batch(
+        self,
+        step: DecodeStep,
+        tree: DraftTree,
+        hidden_states: torch.Tensor,
+        plan: Any,
+        out_cache_loc: torch.Tensor,
+        positions: torch.Tensor,
+        kv_lens: torch.Tensor,
+    ) -> ForwardBatch:
+        """The beams of one level. Their pairs (token p + 1, hidden p) stand at p, so the first draft at S."""
+        beams = tree.beams
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            req_pool_indices=step.req_pool_indices,
+            prefix_lens=step.seq_lens,
+            q_start_loc=self.first_rows(len(step.seq_lens), self.topk),
+            max_q_len=self.topk,
+            attn_backend=self.model_runner.attn_backend,
+            input_ids=beams.input_ids.flatten(),
+            positions=positions,
+            seq_lens=kv_lens,
+            out_cache_loc=out_cache_loc,
+            seq_lens_cpu=step.planned(self.draft_slots_per_req()),
+            attn_metadata=plan,
+            tree_mask=beams.ancestors,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            topk=self.topk,
+            spec_info=EagleDraftInput(hidden_states, hidden_rows=beams.hidden_rows.flatten()),
+            dp_rows=step.global_step.draft_rows,
+        )
+
+    # ---- draft extend ----
+
+    def draft_extend_forward(
+        self, step: DecodeStep, output: EagleVerifyOutput
+    ) -> EagleDraftInput:
+        """Rewrite the draft's KV at accepted positions from true hidden states; propose the next tokens.
+
+        Every request gets `width` rows, whatever it accepted, so that nothing has to be read back;
+        rows behind its path write to the padding slot and are seen by nobody.
+        """
+        width, paths = self.max_path + 1, output.paths
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.DRAFT_EXTEND,
+            req_pool_indices=step.req_pool_indices,
+            prefix_lens=step.seq_lens,
+            q_start_loc=self.first_rows(len(step.seq_lens), width),
+            max_q_len=width,
+            attn_backend=self.model_runner.attn_backend,
+            input_ids=paths.tokens.flatten(),
+            positions=paths.positions,
+            seq_lens=paths.kv_lens,
+            out_cache_loc=paths.slots,
+            seq_lens_cpu=step.planned(width),
+            last_rows=paths.last_rows,
+            capture_hidden_mode=CaptureHiddenMode.LAST,
+            topk=self.topk,
+            spec_info=EagleDraftInput(output.hidden_states, hidden_rows=paths.rows),
+            dp_rows=step.global_step.draft_extend_rows,
+        )
+        return self.capture_for_decode(self.model_runner.forward(forward_batch), paths.verified_id)
+
+    # ---- beside other ranks of DP attention ----
+
+    def forward_idle_draft(self, dp_rows: int) -> None:
+        runner = self.model_runner
+        hidden = torch.zeros(1, self.model_config.hidden_size, dtype=runner.dtype, device=self.device)
+        runner.forward_idle(dp_rows, EagleDraftInput(hidden))
+
+
+class EAGLEWorkerV2(BaseSpecWorker):
+    def __init__(self, server_args: ServerArgs, target_worker: TpModelWorker):
+        draft_worker = EagleDraftWorker(server_args, target_worker)
+        n, is_chain = draft_worker.speculative_num_draft_tokens, draft_worker.topk == 1
+        super().__init__(server_args, target_worker, draft_worker, n, draft_worker.max_path, is_chain)
+        self.speculative_num_steps = server_args.speculative_num_steps
+
+    @property
+    def draft_model_runner(self) -> ModelRunner:
+        return self.draft_worker.model_runner
+
+    def alloc_len_per_decode(self) -> int:
+        """The draft's KV is scratch, in the same slots, and dead when verification begins."""
+        return max(self.draft_worker.draft_slots_per_req(), self.speculative_num_draft_tokens)
+
+    def init_future_map(self, future_map: FutureMap) -> None:
+        super().init_future_map(future_map)
+        runner = self.draft_model_runner
+        hidden_size, topk = runner.model_config.hidden_size, self.draft_worker.topk
+        EagleDraftInput.init_future_map(future_map, topk, hidden_size, runner.dtype)
+
+    def init_cuda_graphs(self, graphs: CudaGraphRunner) -> None:
+        """Record a round of each size: draft, verify, draft extend."""
+        super().init_cuda_graphs(graphs)
+        self.round_graphs = EagleCudaGraphs(self, graphs)
+        topk = self.draft_worker.topk
+        self.draft_model_runner.init_extend_graphs(graphs, CaptureHiddenMode.LAST, topk, is_draft=True)
+
+    def forward_batch_generation(
+        self, batch: ModelWorkerBatch, on_publish: OnPublish
+    ) -> GenerationBatchResult:
+        if batch.forward_mode.is_extend():
+            return self.forward_extend(batch, on_publish)
+        verify_input = self.draft(batch)
+        output = self.verify(batch, verify_input)
+        on_publish(verify_input.step.req_pool_indices, output.paths.kv_lens[: len(batch.reqs)])
+        self.forward_draft_extend_after_decode(batch, verify_input, output)
+        return output.result
+
+    def forward_extend(self, batch: ModelWorkerBatch, on_publish: OnPublish) -> GenerationBatchResult:
+        """An ordinary prefill that also keeps the hidden state of every token, for the draft's own."""
+        self._idle_while_others_draft(batch.global_step)
+        forward_batch = ForwardBatch.init_new(batch, self.target_worker.model_runner)
+        result = self.target_worker.forward_and_sample(batch, forward_batch)
+        on_publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        draft_input = self.draft_worker.forward_draft_extend(
+            forward_batch, result.next_token_ids[:, 0], batch.global_step.draft_extend_rows
+        )
+        draft_input.stash(self.future_map, forward_batch.req_pool_indices)
+        return result
+
+    # ---- the phases of a round ----
+
+    def draft(self, batch: ModelWorkerBatch) -> EagleVerifyInput:
+        """Grow a tree of drafts behind every request's last token and choose the nodes to verify."""
+        size = self.graphs.padded_size(len(batch.reqs), batch.global_step)
+        if size is not None:
+            return self.round_graphs.draft(size, batch)
+        arrays = upload(self.device, batch.req_pool_indices, batch.prompt_lens)
+        return self.grow(DecodeStep.resolve(self.future_map, *arrays, batch.seq_lens_cpu, batch.global_step))
+
+    def grow(self, step: DecodeStep) -> EagleVerifyInput:
+        """The device's part of drafting."""
+        draft_input = EagleDraftInput.resolve(self.future_map, step)
+        tree = self.draft_worker.draft_forward(step, draft_input)
+        return EagleVerifyInput(step, self.verify_slots(step), *tree)
+
+    def verify(self, batch: ModelWorkerBatch, verify_input: EagleVerifyInput) -> EagleVerifyOutput:
+        """One target forward over all nodes, then each request's path, its KV put where it is looked for."""
+        greedy = batch.sampling_info.is_plain_greedy and not batch.return_logprob
+        size = self.graphs.padded_size(len(batch.reqs), batch.global_step)
+        if size is None:
+            logits_output = self.target_forward(verify_input, topk=1 if greedy else None)
+            output = self.accept(verify_input, logits_output, batch)
+            output.result.start_read()
+            return output
+        if greedy and not batch.return_hidden_states:
+            return self.round_graphs.verify(size)
+        return self.round_graphs.verify_with_logits(size, verify_input, batch)
+
+    def forward_draft_extend_after_decode(
+        self, batch: ModelWorkerBatch, verify_input: EagleVerifyInput, output: EagleVerifyOutput
+    ) -> None:
+        """Bring the draft's KV up to date and leave to the next round what it drafts from."""
+        size = self.graphs.padded_size(len(batch.reqs), batch.global_step)
+        if size is not None:
+            self.round_graphs.draft_extend(size)
+        else:
+            self.extend_draft(verify_input.step, output)
+
+    def extend_draft(self, step: DecodeStep, output: EagleVerifyOutput) -> None:
+        """The device's part of the draft extend."""
+        draft_input = self.draft_worker.draft_extend_forward(step, output)
+        draft_input.stash(self.future_map, step.req_pool_indices)
+
+    # ---- beside other ranks of DP attention ----
+
+    def rows_per_req(self) -> tuple[int, int, int]:
+        return self.draft_worker.topk, self.speculative_num_draft_tokens, self.max_path + 1
+
+    def forward_idle(self, step: GlobalStep) -> GenerationBatchResult | None:
+        size = self.graphs.padded_size(0, step)
+        if size is not None:
+            return self.round_graphs.idle(size)
+        self._idle_while_others_draft(step)
+        self.target_worker.model_runner.forward_idle(step.target_rows)
+        self.draft_worker.forward_idle_draft(step.draft_extend_rows)
+        return None
+
+    def _idle_while_others_draft(self, step: GlobalStep) -> None:
+        if step.draft_rows:
+            for _ in range(self.speculative_num_steps - 1):
+                self.draft_worker.forward_idle_draft(step.draft_rows)
