@@ -78,7 +78,7 @@ def drafting(probe, target: RefTarget, accepts: Callable[[object, int], int], la
             tree = Tree(links[0][i], links[1][i])
             number = next(rounds.setdefault(req.rid, itertools.count()))
             # At most `steps` levels can be accepted; one token more tells the siblings what not to be.
-            truth = continuation(target, req.all_token_ids(), steps + 1)
+            truth = continuation(target, up_to_the_root(target, req, verify_input, i), steps + 1)
             path = tree.path(min(accepts(req, number), steps), last_sibling)
             for row, kids in enumerate(tree.children):
                 for j, kid in enumerate(kids):
@@ -90,6 +90,12 @@ def drafting(probe, target: RefTarget, accepts: Callable[[object, int], int], la
 
     with swapped(worker, "draft", draft):
         yield record
+
+
+def up_to_the_root(target: RefTarget, req, verify_input, row: int) -> list[int]:
+    """A greedy request's tokens as far as the device knows them: the host may be a step behind."""
+    prompt = req.origin_input_ids
+    return prompt + continuation(target, prompt, int(verify_input.step.seq_lens[row]) + 1 - len(prompt))
 
 
 def continuation(target: RefTarget, tokens: list[int], count: int) -> list[int]:

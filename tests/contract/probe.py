@@ -88,6 +88,17 @@ class Probe:
         """Slots of the KV entries that exist for a request, in order of position."""
         return self.rows.req_to_token_host[req.req_pool_idx, : req.kv_len].copy()
 
+    def held_by(self, req) -> np.ndarray:
+        """The same with what is reserved for steps to come, in stages that reserve."""
+        held = getattr(req, "kv_allocated_len", req.kv_len)
+        return self.rows.req_to_token_host[req.req_pool_idx, :held].copy()
+
+    def settle(self) -> None:
+        """Wait for a step in flight: the device is then one step ahead of what the host knows."""
+        stream = getattr(self.scheduler, "forward_stream", None)
+        if stream is not None:
+            stream.synchronize()
+
     # ---- invariants ----
 
     def check_owners(self) -> None:
@@ -112,11 +123,11 @@ class Probe:
             assert len(node.key) == len(node.value) and len(node.key) % page == 0
         in_tree = {n for n, who in owners.items() if who == "the tree"}
         for req in self.holders():
-            slots = self.slots_of(req)
+            slots = self.held_by(req)
             claim(slots[req.prefix_len :], f"request {req.rid}")
             shared = set((slots[: req.prefix_len] // page).tolist())
             assert shared <= in_tree, f"request {req.rid} uses slots that the tree does not have"
-            on_device = self.rows.req_to_token[req.req_pool_idx, : req.kv_len].cpu().numpy()
+            on_device = self.rows.req_to_token[req.req_pool_idx, : len(slots)].cpu().numpy()
             assert np.array_equal(on_device, slots), (
                 f"req_to_token of {req.rid} differs between host and device"
             )
@@ -138,6 +149,9 @@ class Probe:
 
     def check_lengths(self) -> None:
         """S = prompt + output − 1 for every running request, host and batch agree, row i is request i."""
+        if hasattr(self.scheduler, "future_map"):
+            self.check_future()
+            return
         for batch in self.batches():
             assert len(batch.seq_lens) == len(batch.req_pool_indices) == len(batch.reqs)
             info = getattr(batch, "spec_info", None) if self.draft_worker is not None else None
@@ -157,6 +171,21 @@ class Probe:
                         f"row {i} is not the state of {req.rid}"
                     )
 
+    def check_future(self) -> None:
+        """The same where the device is ahead: the map has a row for each request, at S or behind it."""
+        futures, overlaps = self.scheduler.future_map, self.scheduler.enable_overlap
+        for batch in self.batches():
+            assert len(batch.req_pool_indices) == len(batch.reqs)
+            for i, req in self.rows_of(batch):
+                row, want = req.req_pool_idx, len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
+                assert int(batch.req_pool_indices[i]) == row
+                assert req.kv_len == want <= req.kv_allocated_len, (req.rid, req.kv_len, want)
+                ahead = int(futures.new_seq_lens_buf[row]) - want
+                assert 0 <= ahead <= self.scheduler.alloc_len_per_decode * overlaps, (req.rid, ahead)
+                if not overlaps:
+                    assert int(futures.output_tokens_buf[row]) == req.output_ids[-1]
+        assert int(futures.new_seq_lens_buf[0]) == 0, "a padding row has a length"
+
     def check_target_kv(self, ref, tolerance: float = 2e-4) -> None:
         """Target KV of every request, in every layer, equals a fresh pass without a cache."""
         for req in self.holders():
@@ -168,9 +197,12 @@ class Probe:
     def check_draft_kv(self, ref_head, tolerance: float = 2e-4) -> None:
         """INV-DRAFTKV: position p holds what one teacher-forced pass over (token[p+1], hidden[p]) gives."""
         for req in self.holders():
-            want_k, want_v, _ = ref_head.teacher_forced(req.all_token_ids()[: req.kv_len + 1])
-            k, v = self.kv(self.draft_runner, self.slots_of(req))
-            assert len(want_k) == req.kv_len
+            tokens = req.all_token_ids()[: req.kv_len + 1]  # one less where a prompt's step is in flight
+            if len(tokens) < 2:
+                continue
+            want_k, want_v, _ = ref_head.teacher_forced(tokens)
+            k, v = self.kv(self.draft_runner, self.slots_of(req)[: len(tokens) - 1])
+            assert len(want_k) in (req.kv_len, len(req.origin_input_ids) - 1)
             _close(k[0], want_k, tolerance, f"draft K of {req.rid}")
             _close(v[0], want_v, tolerance, f"draft V of {req.rid}")
 
@@ -199,6 +231,7 @@ class Probe:
     @torch.inference_mode()
     def poison(self, value: float = float("nan")) -> None:
         """Overwrite the KV of every free slot, and of the padding page, in both models."""
+        self.settle()
         padding = np.arange(self.allocator.page_size)
         index = torch.from_numpy(np.concatenate([padding, self.free_slots()]))
         for runner in (self.target_runner, *([self.draft_runner] if self.draft_worker is not None else [])):
@@ -240,6 +273,7 @@ class Probe:
 
     def check_all(self, ref=None, ref_head=None) -> None:
         """Every invariant that holds between steps."""
+        self.settle()
         self.check_owners()
         self.check_lengths()
         if ref is not None:

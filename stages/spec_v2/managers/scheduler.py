@@ -245,7 +245,8 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         self.counters.schedule_seconds += t1 - t0
         if batch is None:
             return False
-        self.result_queue.append((batch.launched(), self.run_batch(batch)))
+        result = self.run_batch(batch)
+        self.result_queue.append((batch.launched(), result))
         self.counters.run_seconds += time.perf_counter() - t1
         self.last_batch = batch
         return True
