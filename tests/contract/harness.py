@@ -269,6 +269,7 @@ def run(
 
     with probe.watch(after=look, before=start):
         results = engine.generate(input_ids=prompts, sampling_params=each, rid=rids, **more)
+    probe.settle()
     probe.check_idle()
     commits = []
     for rid, result in zip(rids, results, strict=True):

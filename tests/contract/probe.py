@@ -41,6 +41,15 @@ class Probe:
         graphs = getattr(self.scheduler, "graphs", None)
         return graphs is not None and graphs.is_capturing
 
+    def runners(self) -> list:
+        """The target's model runner, and the draft's where there is one."""
+        return [self.target_runner, *([self.draft_runner] if self.draft_worker is not None else [])]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the scheduler is one step behind the device."""
+        return getattr(self.scheduler, "enable_overlap", False)
+
     def kv(self, runner, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of `slots` in a runner's pool: [layers, n, Hk, D] each."""
         pool, index = runner.token_to_kv_pool, torch.from_numpy(np.asarray(slots, dtype=np.int64))
@@ -98,6 +107,15 @@ class Probe:
         stream = getattr(self.scheduler, "forward_stream", None)
         if stream is not None:
             stream.synchronize()
+
+    def draft_feature(self, batch, row: int) -> tuple[int, torch.Tensor]:
+        """What a row's next round drafts from: how many tokens it has, and the draft's feature [hidden]."""
+        req = batch.reqs[row]
+        if (futures := getattr(self.scheduler, "future_map", None)) is None:
+            return len(req.all_token_ids()), batch.spec_info.hidden_states[row]
+        self.settle()
+        count = int(futures.new_seq_lens_buf[req.req_pool_idx]) + 1
+        return count, futures.draft_state["hidden_states"][req.req_pool_idx]
 
     # ---- invariants ----
 
@@ -234,7 +252,7 @@ class Probe:
         self.settle()
         padding = np.arange(self.allocator.page_size)
         index = torch.from_numpy(np.concatenate([padding, self.free_slots()]))
-        for runner in (self.target_runner, *([self.draft_runner] if self.draft_worker is not None else [])):
+        for runner in self.runners():
             runner.token_to_kv_pool.k_buffer[:, index] = value
             runner.token_to_kv_pool.v_buffer[:, index] = value
 

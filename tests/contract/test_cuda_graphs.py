@@ -228,8 +228,14 @@ def spoil(probe):
     for buffer in static_inputs(engine).values():
         for array in buffer.host:
             array[...] = 2  # a row, a length and a slot that requests have
-    for worker in probe.scheduler.workers:
-        if (prefills := worker.model_runner.extend_graphs) is not None:
+    if (futures := getattr(probe.scheduler, "future_map", None)) is not None:
+        idle = sorted(set(range(1, futures.rows)) - {req.req_pool_idx for req in probe.holders()})
+        futures.new_seq_lens_buf[idle] = 9
+        futures.output_tokens_buf[[0, *idle]] = 3
+        for rows in futures.draft_state.values():
+            rows[[0, *idle]] = NAN if rows.is_floating_point() else 3
+    for runner in probe.runners():
+        if (prefills := runner.extend_graphs) is not None:
             prefills.packed.fill_(2)
             prefills.q_start_loc.fill_(2)
             if prefills.hidden_states is not None:
@@ -322,6 +328,16 @@ def test_rows_come_and_go(stage, engines, zoo, tree, page):
     assert counts[0] == counts[1] > 0
 
 
+def beams(engine, stage):
+    """The slots of a step of 4 rows that begins."""
+    arrays, scheduler = static_inputs(engine)[4].host, engine.scheduler
+    if not stage.has("overlap"):
+        return arrays[3]
+    rows = torch.from_numpy(arrays[0]).unsqueeze(1)  # the slots were reserved: they stand in the table
+    columns = scheduler.future_map.new_seq_lens_buf[rows] + torch.arange(scheduler.alloc_len_per_decode)
+    return scheduler.req_to_token_pool.req_to_token[rows, columns].numpy()
+
+
 @pytest.mark.parametrize("topk", [1, 4])
 def test_the_largest_batch_at_the_context_limit(stage, engines, zoo, topk):
     """The last trees stick out over the end of each row of the table, and nothing out of the inputs."""
@@ -333,7 +349,7 @@ def test_the_largest_batch_at_the_context_limit(stage, engines, zoo, topk):
 
     def look(key):
         if starts_a_step(stage, key):
-            slots = static_inputs(engine)[4].host[3]
+            slots = beams(engine, stage)
             guard.append(slots.shape)
             assert len(np.unique(slots[slots > 0])) == np.count_nonzero(slots)  # each beam has its own
             assert slots.max() <= engine.scheduler.token_to_kv_pool_allocator.size
@@ -341,7 +357,8 @@ def test_the_largest_batch_at_the_context_limit(stage, engines, zoo, topk):
     with replays(engine, look):
         done = run(engine, prompts, {"max_new_tokens": 64})
     assert_same(done, want)
-    assert set(guard) == {(4, topk * 2 if stage.has("tree") else 4)} and table.shape[1] >= 32 + tree[2]
+    width = tree[2] if stage.has("overlap") else topk * 2 if stage.has("tree") else 4
+    assert set(guard) == {(4, width)} and table.shape[1] >= 32 + tree[2]
     assert [len(t) for t in done.tokens] == [12] * 4
 
 
@@ -360,8 +377,8 @@ def test_short_prompts_are_replayed(stage, engines, zoo, tree):
 
     def look(key):
         if key[0].endswith("prefill"):
-            worker = engine.scheduler.workers[key[0].startswith("draft")]
-            starts = worker.model_runner.extend_graphs.q_start_loc.tolist()
+            runner = Probe(engine).runners()[key[0].startswith("draft")]
+            starts = runner.extend_graphs.q_start_loc.tolist()
             assert starts == sorted(starts) and starts[-1] == rows, "requests behind the last have no rows"
 
     for lengths, size in PREFILLS.items():
@@ -444,6 +461,15 @@ def test_only_what_the_engine_runs_is_prepared(stage, engines, zoo, tree):
         assert prepared == {(name, size) for name in names for size in used}
 
 
+def draft_rows(scheduler):
+    """What the running requests bring along for their next round."""
+    if (futures := getattr(scheduler, "future_map", None)) is not None:
+        rows = (futures.new_seq_lens_buf, futures.output_tokens_buf, *futures.draft_state.values())
+        return [t[1:] for t in rows]  # the padding row is anybody's
+    info = scheduler.running_batch.spec_info
+    return [] if info is None else [getattr(info, name) for name in info._ROWS]
+
+
 @shapes
 def test_preparing_a_size_leaves_no_trace(stage, engines, zoo, tree):
     """In the middle of a run: KV, table, pools and the draft's state of every request stay as they are."""
@@ -452,11 +478,11 @@ def test_preparing_a_size_leaves_no_trace(stage, engines, zoo, tree):
         scheduler, steps = engine.scheduler, []
 
         def state(probe):
-            runners = [worker.model_runner for worker in scheduler.workers]
+            runners = probe.runners()
             pools = [t[:, 1:].clone() for r in runners for t in vars(r.token_to_kv_pool).values()
                      if isinstance(t, torch.Tensor)]  # fmt: skip
-            info = scheduler.running_batch.spec_info
-            drafts = [] if info is None else [getattr(info, name).clone() for name in info._ROWS]
+            probe.settle()
+            drafts = [rows.clone() for rows in draft_rows(scheduler)]
             tables = [scheduler.req_to_token_pool.req_to_token[1:].clone()]
             host = (probe.free_slots().tolist(), [r.forward_ct for r in runners])
             return [*pools, *drafts, *tables], host
@@ -486,11 +512,11 @@ def test_no_size_has_large_buffers_of_its_own(stage, engines, zoo, tree):
             graphs._capture_size(size)
         name = "decode_logits" if tree is None else "verify_logits"
         results = [graphs.result((name, size)) for size in SIZES]
-        logits = [(r[1] if tree is None else r).next_token_logits for r in results]
+        logits = [(r[-1] if tree is None else r).next_token_logits for r in results]
         rows = 1 if tree is None else tree[2]
         assert [len(t) for t in logits] == [size * rows for size in SIZES]
         assert len({t.untyped_storage().data_ptr() for t in logits}) == 1
-        if tree is not None and stage.has("tree"):
+        if tree is not None and stage.has("tree") and not stage.has("overlap"):  # there it is the future map
             state = engine.scheduler.draft_worker.round_graphs.draft_input
             assert all(len(getattr(state, field)) == SIZES[-1] for field in state._ROWS)
             places = {id(state)}
@@ -533,16 +559,22 @@ def test_the_host_waits_for_the_verification_only(stage, engines, zoo, flags, mo
         transfers[-1] = {name: counts[name] - transfers[-1][name] for name in counts}
 
     with contextlib.ExitStack() as stack:
-        for worker in engine.scheduler.workers:
+        for runner in Probe(engine).runners():
             seen = told_forward(engine, events)
-            stack.enter_context(swapped(worker.model_runner, "forward", seen(worker.model_runner.forward)))
+            stack.enter_context(swapped(runner, "forward", seen(runner.forward)))
         run(engine, prompts, {"max_new_tokens": 16}, before=before, after=after, check=False)
+    phases = ["DECODE", "DECODE", "TARGET_VERIFY", "copy", "DRAFT_EXTEND"]
+    if Probe(engine).overlaps:  # when the host waits, and for which round, is tested in tests/stages
+        events = [event for event in events if event not in ("step", "wait")][3:]
+        assert len(events) >= 20 and events == phases * (len(events) // 5)
+        return
     rounds = [step.split() for step in " ".join(events).split("step")][2:]
     rounds = [r for r in rounds if r]
     assert len(rounds) >= 4
     for events in rounds:
-        assert events == ["DECODE", "DECODE", "TARGET_VERIFY", "copy", "DRAFT_EXTEND", "wait"]
-    assert transfers[1] == transfers[2] == {"uploads": 1, "downloads": 1}
+        assert events == [*phases, "wait"]
+    uploads = 1 + stage.has("overlap")  # slots are reserved apart from the step that will use them
+    assert transfers[1] == transfers[2] == {"uploads": uploads, "downloads": 1}
 
 
 def told_forward(engine, events):
