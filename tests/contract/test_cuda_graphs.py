@@ -315,7 +315,7 @@ def test_rows_come_and_go(stage, engines, zoo, tree, page):
     """Chunks, arrivals beside decoding rows and retraction: rounds stay what they are without graphs."""
     prompts = zoo.prompts((9, 12, 7, 14, 10, 3), 24)
     params = [{"max_new_tokens": n} for n in (24, 6, 24, 24, 20, 24)]
-    flags = {"tree": tree, "page_size": page, "chunked_prefill_size": 12, "max_total_tokens": 104}
+    flags = {"tree": tree, "page_size": page, "chunked_prefill_size": 12, "max_total_tokens": 112}
     eager, engine = engines.get(**flags, **EAGER), engines.get(**flags, cuda_graph_bs=[2, 3, 6])
 
     def optimist(probe):  # admission counts on short answers

@@ -38,6 +38,7 @@ class DPGroup:
         self.rank, self.size = rank, size
         self.device_group, self.cpu_group = device_group, cpu_group
         # The last collectives entered: name, shape, dtype. Where two ranks' differ, one is about to hang.
+        # Those of the device alone, which one thread enters; the scheduler's may come at any moment.
         self.log: collections.deque[tuple] = collections.deque(maxlen=_LOG_LENGTH)
         self.count = 0
 
@@ -65,7 +66,7 @@ class DPGroup:
         """Tell the other ranks a few numbers and hear theirs, int64 [size, len(numbers)]; waits for all."""
         heard = torch.empty(self.size, len(numbers), dtype=torch.int64)
         mine = torch.tensor([numbers], dtype=torch.int64)
-        self._run("exchange", _all_gather, heard, mine, self.cpu_group)
+        _all_gather(heard, mine, group=self.cpu_group)
         return heard.numpy()
 
     def record(self, entries: Sequence[tuple]) -> None:
@@ -102,10 +103,11 @@ def initialize_dp_attention(
     limit = datetime.timedelta(seconds=timeout)
     store = dist.FileStore(init_file, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    cpu_group = device_group = dist.group.WORLD
+    # Two groups, on a CPU as well: the scheduler agrees on a step while the collectives of the last one run.
+    cpu_group = dist.group.WORLD
     if device.type == "cuda":
         torch.cuda.set_device(rank)
-        device_group = dist.new_group(backend="nccl", timeout=limit)
+    device_group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=limit)
     _group = DPGroup(rank, size, device_group, cpu_group)
     # Connections are made by the first collective: here, and not while a graph is captured.
     _group.scatter(_group.gather(torch.zeros(1, 1, device=device), 1), 1)

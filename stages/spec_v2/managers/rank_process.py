@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 _END_TIMEOUT = 30  # [s] for the system to take down a process that was killed
-# Where a rank stands that waits for others: in a collective, or for its device, which waits in one.
-_WAITING = re.compile(r"(dp_attention|device_io)\.py")
+# Where a rank stands that waits for others: in a collective, or for its forward stream, which waits in one.
+_WAITING = re.compile(r"(dp_attention|device_io|concurrent/futures/_base)\.py")
 
 
 class RankProcess:
