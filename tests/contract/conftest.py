@@ -40,7 +40,8 @@ def _stages(config) -> list[Stage]:
             for path in (REPO / "stages").glob("*/stage.toml")
             if (path.parent / "engine.py").exists()
         )
-    return [Stage(name) for name in names]
+    stages = [Stage(name) for name in names]
+    return [made for stage in stages for made in (stage, *stage.without_overlap())]
 
 
 def pytest_generate_tests(metafunc):
@@ -48,7 +49,7 @@ def pytest_generate_tests(metafunc):
         if not hasattr(metafunc.config, "contract_stages"):
             metafunc.config.contract_stages = _stages(metafunc.config)
         stages = metafunc.config.contract_stages
-        metafunc.parametrize("stage", stages, ids=[s.name for s in stages], indirect=True, scope="session")
+        metafunc.parametrize("stage", stages, ids=[s.id for s in stages], indirect=True, scope="session")
 
 
 def _needed(item: pytest.Item) -> set[str]:

@@ -27,9 +27,11 @@ KEPT_ENGINES = 24
 
 
 class Stage:
-    """One directory under test: its package, its features."""
+    """One directory under test: its package, its features. A stage whose scheduler overlaps is tested twice,
+    the second time without.
+    """
 
-    def __init__(self, name_or_path: str):
+    def __init__(self, name_or_path: str, overlap: bool = True):
         path = Path(name_or_path)
         if not path.is_dir():
             path = REPO / "stages" / name_or_path
@@ -40,9 +42,18 @@ class Stage:
         self.missing = {
             name: entry["arrives"] for name, entry in table["features"].get("missing", {}).items()
         }
+        self.overlaps = overlap and "overlap" in self.present
 
     def __repr__(self) -> str:
         return self.name
+
+    def without_overlap(self) -> list[Stage]:
+        """The same stage, its scheduler waiting for each step, where it would not do so anyway."""
+        return [Stage(str(self.path), overlap=False)] if self.overlaps else []
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}-normal" if self.has("overlap") and not self.overlaps else self.name
 
     @cached_property
     def package(self):
@@ -168,6 +179,8 @@ class Engines:
                 speculative_eagle_topk=topk,
                 speculative_num_draft_tokens=draft_tokens,
             )
+        if self.stage.has("overlap") and not self.stage.overlaps:
+            merged["disable_overlap_schedule"] = True
         merged.update(flags)
         if (
             self.stage.has("cuda_graph")

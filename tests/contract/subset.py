@@ -3,7 +3,8 @@
 The whole of it runs where the trees are, and on any stage with `--stage NAME`. The stages before share most
 of their files with that one to the byte, and there every file is tested: what is left to find is a mistake
 of carving, in a file that differs or in what two files expect of one another. That takes every kind of run
-once; what takes long and could only fail in a shared file is left out here.
+once; what takes long and could only fail in a shared file is left out here. A stage whose scheduler overlaps
+leaves out the same the second time, without overlap.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _LAW = "how often each token is drawn follows from which one is, and that a samp
 _LAW += " own is tested in tests/stages"
 _SOAK = "a leak would show in a shorter run, whose owners of slots are checked after every step"
 
-# Test → why it is left out before the trees.
+# Test → why it is left out.
 LEFT_OUT = {
     "test_triton.py::test_short_runs": "minutes in the interpreter, for kernels that the stages share",
     "test_real_model.py::test_plain_greedy_is_the_references": "tests/stages/test_real_model.py is shorter",
@@ -36,4 +37,5 @@ LEFT_OUT = {
 
 def is_chosen(stage: Stage, file: str, test: str) -> bool:
     """Whether `make test` runs a test of the suite on a stage."""
-    return stage.has("tree") or f"{file}::{test}" not in LEFT_OUT
+    whole = stage.has("tree") and stage.overlaps == stage.has("overlap")
+    return whole or f"{file}::{test}" not in LEFT_OUT

@@ -94,7 +94,7 @@ def test_defaults_and_switching_off_are_never_refused(stage, engines, zoo):
         assert on["cuda_graph"] is False and on["overlap_schedule"] is False
     with engines.fresh(tree=tree) as engine:
         on = engine.get_server_info()["is_on"]
-        assert on["cuda_graph"] is stage.has("cuda_graph") and on["overlap_schedule"] is stage.has("overlap")
+        assert on["cuda_graph"] is stage.has("cuda_graph") and on["overlap_schedule"] is stage.overlaps
 
 
 @pytest.mark.parametrize(
