@@ -59,7 +59,9 @@ def test_transfers_of_a_step(stage, engines, zoo, tree):
     run(engine, prompts, {"max_new_tokens": 20}, before=before, after=after)
     work = [step for step in seen if any(step.values())]
     if stage.has("overlap"):  # slots are reserved apart from the step that will use them
-        assert [step["downloads"] for step in work] == [int(i > 0 or not probe.overlaps) for i in range(len(work))]
+        assert [step["downloads"] for step in work] == [
+            int(i > 0 or not probe.overlaps) for i in range(len(work))
+        ]
         assert {step["uploads"] for step in work} <= {1, 2} and work[0]["uploads"] == 2
         return
     assert {step["downloads"] for step in work} == {1}

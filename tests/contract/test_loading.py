@@ -249,7 +249,7 @@ def test_features_of_the_head_equal_the_reference(stage, engines, zoo, spec):
 
     def after(probe):
         for batch in probe.batches():
-            for row, req in probe.rows_of(batch):
+            for row, _ in probe.rows_of(batch):
                 count, hidden = probe.draft_feature(batch, row)
                 _, _, features = zoo.ref_head(spec).teacher_forced([*prompt, *truth][:count])
                 torch.testing.assert_close(hidden, features[-1], atol=1e-4, rtol=1e-4)

@@ -44,9 +44,10 @@ def test_table_entries_behind_the_end(stage, engines, zoo, tree, page):
     @torch.inference_mode()
     def before(probe):
         probe.poison()
-        table, owned = probe.rows.req_to_token, {
-            req.req_pool_idx: len(probe.held_by(req)) for req in probe.holders()
-        }
+        table, owned = (
+            probe.rows.req_to_token,
+            {req.req_pool_idx: len(probe.held_by(req)) for req in probe.holders()},
+        )
         for row in range(len(table)):
             table[row, owned.get(row, 0) :] = 0  # the padding slot, which is NaN now
 

@@ -44,7 +44,9 @@ class DecodeCudaGraphs:
 
     # ---- what is recorded ----
 
-    def _decode_greedily(self, buffer: PackedBuffer) -> tuple[DecodeStep, torch.Tensor, GenerationBatchResult]:
+    def _decode_greedily(
+        self, buffer: PackedBuffer
+    ) -> tuple[DecodeStep, torch.Tensor, GenerationBatchResult]:
         step, new_seq_lens, output = self._decode(buffer, topk=1)
         self.worker.future_map.stash(step.req_pool_indices, output.topk_index[:, 0])
         return step, new_seq_lens, GenerationBatchResult(output.topk_index, output.topk_p[:, 0])

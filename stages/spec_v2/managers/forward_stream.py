@@ -1,15 +1,15 @@
 """Where forwards run, beside the scheduler: a stream of its own on a GPU, a thread of its own on a CPU.
 
-Upstream has `forward_stream` beside the schedule stream in sglang/srt/managers/scheduler.py. Three kinds do the
-same, so that the scheduler need not know which it has:
+Upstream has `forward_stream` beside the schedule stream in sglang/srt/managers/scheduler.py. Three kinds do
+the same, so that the scheduler need not know which it has:
 
     ForwardStream       runs a job at once: without overlap
     CudaForwardStream   a job only launches kernels, on a stream of its own; the host goes on
     ThreadForwardStream a CPU has no streams, so one thread takes one job after the other
 
-Jobs run in the order in which they were submitted, and see all that the scheduler has written before. What
-the scheduler overwrites while a job may still read it waits for `wait_for_reads`: it can wait on the device, or
-in the thread's case on the host.
+Jobs run in the order in which they were submitted, and see all that the scheduler has written by then. Before
+it overwrites what a job may still read, it calls `wait_for_reads`: then its stream waits for theirs, or in the
+thread's case the host.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ForwardStream:
         return Event()
 
     def wait_for_reads(self) -> None:
-        """The write-after-read barrier: what the scheduler writes from now on, no job so far reads any more."""
+        """The write-after-read barrier: what the scheduler writes from now on, no job so far reads."""
 
     def synchronize(self) -> None:
         """Wait until everything is done. What jobs raised, their `result()` told; here it is forgotten."""

@@ -1,9 +1,9 @@
 """What one step leaves on the device for the next. Restates sglang/srt/managers/overlap_utils.py.
 
 The scheduler prepares a step before it knows what the step before has accepted. So lengths, last tokens and
-what a method drafts from stay on the device, in a row for each row of the request table (#25862): requests may
-come, go and change places in the batch without any of it being touched. Row 0 is that of padding rows: its
-length stays 0.
+what a method drafts from stay on the device, in a row for each row of the request table (#25862), and
+requests may come, go and change places in the batch without any of it being touched. Row 0 is that of padding
+rows: its length stays 0.
 
 A step publishes lengths as soon as its verification is through (#25879), so that whoever needs them on the
 host waits for no draft extend. All the rest it stashes at its end. Jobs of one stream read what earlier ones
@@ -20,6 +20,8 @@ import torch
 
 from ..layers.dp_attention import GlobalStep
 from .forward_stream import ForwardStream
+
+_ALONE = GlobalStep()
 
 # Tells the map, on the device: the lengths new_seq_lens [bs] of the requests in rows req_pool_indices [bs].
 OnPublish = Callable[[torch.Tensor, torch.Tensor], None]
@@ -47,9 +49,7 @@ class FutureMap:
         self.publish_ready.record()
         self._seq_lens_host = None
         if needs_cpu_seq_lens:
-            self._seq_lens_host = torch.zeros(
-                self.rows, dtype=torch.int64, pin_memory=device.type == "cuda"
-            )
+            self._seq_lens_host = torch.zeros(self.rows, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def add_draft_state(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """One more buffer, `shape` for each row, for what a method drafts from. Zeros are a valid token."""
@@ -99,7 +99,7 @@ class DecodeStep:
     output_positions: torch.Tensor  # [bs] output tokens so far
     output_tokens: torch.Tensor  # [bs] the last of them, which has no KV yet
     seq_lens_cpu: np.ndarray | None = None  # [bs] S on the host, where a backend needs it; None in a graph
-    global_step: GlobalStep = GlobalStep()  # what the ranks of DP attention agreed on; nothing in a graph
+    global_step: GlobalStep = _ALONE  # what the ranks of DP attention agreed on; nothing in a graph
 
     @classmethod
     def resolve(
@@ -108,7 +108,7 @@ class DecodeStep:
         req_pool_indices: torch.Tensor,
         prompt_lens: torch.Tensor,
         seq_lens_cpu: np.ndarray | None = None,
-        global_step: GlobalStep = GlobalStep(),
+        global_step: GlobalStep = _ALONE,
     ) -> DecodeStep:
         """Read the rows `req_pool_indices` [bs] of requests whose prompts have `prompt_lens` [bs] tokens."""
         seq_lens = future_map.new_seq_lens_buf[req_pool_indices]

@@ -435,7 +435,7 @@ class ScheduleBatch:
         return batch
 
     def rows_in_time(self) -> Iterator[tuple[int, Req]]:
-        """Rows whose result counts. A request that has ended, or was pushed back, has no use for it any more."""
+        """Rows whose result counts: a request that has ended, or was pushed back, has no use for it."""
         for i, (req, stays) in enumerate(zip(self.reqs, self.stays, strict=True)):
             if not req.finished() and req.req_pool_idx is not None and req.stays == stays:
                 yield i, req

@@ -87,9 +87,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(self.max_total_num_tokens, args.page_size)
         self.model_worker.init_memory_pool(self.req_to_token_pool, self.token_to_kv_pool_allocator)
         needs_lens = any(runner.attn_backend.needs_cpu_seq_lens for runner in self.model_runners)
-        self.future_map = FutureMap(
-            self.max_running_requests, self.device, self.forward_stream, needs_lens
-        )
+        self.future_map = FutureMap(self.max_running_requests, self.device, self.forward_stream, needs_lens)
         self.model_worker.init_future_map(self.future_map)
         self.tree_cache = RadixCache(
             self.req_to_token_pool,

@@ -2,8 +2,6 @@
 still two files, memory_pool.py for single tokens and paged_allocator.py.
 
 The free list is a stack in a fixed host array: taking pages lowers `top`, giving them back raises it.
-So the state that `backup_state` saves is one number: what was taken still stands above the top, and
-putting the number back undoes any allocations, as long as nothing was freed in between (checked).
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ class TokenToKVPoolAllocator:
         self._top = pages
         # Page 0 and one behind the last stand as free for ever: nobody may give them back either.
         self._is_free = np.ones(pages + 2, dtype=bool)
-        self._frees = 0
 
     def available_size(self) -> int:
         """Free slots, whole pages only."""
@@ -35,21 +32,6 @@ class TokenToKVPoolAllocator:
         """Free slots that growing each request from prefix_lens[i] to seq_lens[i] takes, in whole pages."""
         page = self.page_size
         return int((-(-seq_lens // page) - -(-prefix_lens // page)).sum()) * page
-
-    def backup_state(self) -> tuple[int, int]:
-        return self._top, self._frees
-
-    def restore_state(self, state: tuple[int, int]) -> None:
-        """Undo every allocation since `backup_state`."""
-        top, frees = state
-        if frees != self._frees:
-            raise RuntimeError("slots were freed between backup_state and restore_state")
-        self._is_free[self._stack[self._top : top]] = True
-        self._top = top
-
-    def alloc(self, need_size: int) -> np.ndarray | None:
-        """Any free slots, [need_size], where a page is one slot; None, with nothing taken, if too few."""
-        return self._take(need_size)
 
     def alloc_extend(
         self, prefix_lens: np.ndarray, seq_lens: np.ndarray, last_locs: np.ndarray
@@ -91,7 +73,6 @@ class TokenToKVPoolAllocator:
         self._is_free[pages] = True
         self._stack[self._top : self._top + len(pages)] = pages
         self._top += len(pages)
-        self._frees += 1
 
     def _take(self, pages: int) -> np.ndarray | None:
         if pages > self._top:

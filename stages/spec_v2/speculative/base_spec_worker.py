@@ -4,8 +4,8 @@ Restates sglang/srt/speculative/base_spec_worker.py and the verifying half of ea
 method is composed of two workers, and is none itself: the target's, and one of its own that drafts (or None).
 What a method hands from step to step it keeps in the future map, by rows of the request table.
 
-Nothing here allocates, frees or reads back. A step begins with a batch of requests whose slots are reserved, and
-ends when all is launched.
+Nothing here allocates, frees or reads back. A step begins with a batch of requests whose slots are reserved,
+and ends when all is launched.
 """
 
 from __future__ import annotations
@@ -179,7 +179,9 @@ class BaseSpecWorker(ABC):
         self.target_worker.model_runner.token_to_kv_pool.move_kv_cache(slots, paths.slots)
         return paths._replace(slots=slots)
 
-    def _score(self, batch: ModelWorkerBatch, logits: torch.Tensor, paths: AcceptedPaths) -> LogprobRows | None:
+    def _score(
+        self, batch: ModelWorkerBatch, logits: torch.Tensor, paths: AcceptedPaths
+    ) -> LogprobRows | None:
         if not batch.return_logprob:
             return None
         top_num, token_ids = batch.output_logprobs

@@ -2,9 +2,9 @@
 
 Restates eagle_draft_cuda_graph_runner.py of sglang/srt/speculative, its counterpart for the draft extend
 (#6606) and the verifying half of model_executor/cuda_graph_runner.py. The graphs of one size hand each other
-their results in place: verify reads what draft wrote, the draft extend what verify wrote. Rounds hand each other
-theirs through the future map, whose rows are read and written inside the graphs. What the host sends and
-reads goes outside of them: the host memory of a step is not that of the step before, which is under way still.
+their results in place: verify reads what draft wrote, the draft extend what verify wrote. Rounds hand each
+other theirs through the future map, whose rows are read and written inside the graphs. What the host sends
+and reads goes outside of them: a step has host memory of its own, for the step before is still under way.
 """
 
 from __future__ import annotations

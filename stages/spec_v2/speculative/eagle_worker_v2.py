@@ -91,7 +91,7 @@ class EagleDraftWorker(TpModelWorker):
     # ---- draft ----
 
     def draft_forward(self, step: DecodeStep, draft_input: EagleDraftInput) -> tuple[torch.Tensor, ...]:
-        """Grow `steps` levels, the first of which came out of the draft extend: fields of EagleVerifyInput."""
+        """Grow `steps` levels, the first out of the draft extend before: fields of EagleVerifyInput."""
         tree = DraftTree(
             draft_input.topk_p,
             draft_input.topk_index,
@@ -147,9 +147,7 @@ class EagleDraftWorker(TpModelWorker):
 
     # ---- draft extend ----
 
-    def draft_extend_forward(
-        self, step: DecodeStep, output: EagleVerifyOutput
-    ) -> EagleDraftInput:
+    def draft_extend_forward(self, step: DecodeStep, output: EagleVerifyOutput) -> EagleDraftInput:
         """Rewrite the draft's KV at accepted positions from true hidden states; propose the next tokens.
 
         Every request gets `width` rows, whatever it accepted, so that nothing has to be read back;

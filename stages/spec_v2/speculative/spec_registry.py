@@ -56,7 +56,7 @@ class CustomSpecAlgo:
                     "the scheduler overlaps: set disable_overlap_schedule=True, or register it with it"
                 )
             warnings.warn(
-                f"{self.name} does not support overlap and runs synchronously; upstream calls this deprecated",
+                f"{self.name} does not support overlap and runs synchronously, which upstream deprecates",
                 DeprecationWarning,
                 stacklevel=2,
             )

@@ -33,8 +33,8 @@ def flags(zoo: Zoo, tree=None, spec=models.BASE, **more) -> dict[str, Any]:
 class Kept:
     """Engines by their flags: starting two ranks takes longer than most tests."""
 
-    def __init__(self, zoo: Zoo, **common):
-        self.zoo, self.common = zoo, common
+    def __init__(self, zoo: Zoo, make: type = Engine, **common):
+        self.zoo, self.make, self.common = zoo, make, common
         self._made: dict[Any, Engine] = {}
 
     def __call__(self, tree=None, eager=False, **more) -> Engine:
@@ -44,7 +44,7 @@ class Kept:
             more = {"cuda_graph_max_bs": 16} | more
         key = repr((tree, more))
         if key not in self._made:
-            self._made[key] = Engine(**flags(self.zoo, tree, **(self.common | more)))
+            self._made[key] = self.make(**flags(self.zoo, tree, **(self.common | more)))
         assert self._made[key].flush_cache()
         return self._made[key]
 

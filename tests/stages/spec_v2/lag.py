@@ -1,6 +1,6 @@
-"""Makes a forward stream of a CPU as late as it can be, at places that a seed chooses, and frees memory the hard
-way. A job that is held goes on when the scheduler waits for it, or for an event that it will record: so everything
-that the scheduler does without waiting is done before. No test sleeps.
+"""Makes a forward stream of a CPU as late as it can be, at places that a seed chooses, and frees memory the
+hard way. A job that is held goes on when the scheduler waits for it, or for an event that it will record: so
+everything that the scheduler does without waiting is done before. No test sleeps.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Lag:
 def poison_on_free(engine) -> Iterator[list[int]]:
     """Overwrite every page as soon as it is freed with NaN, as the next job of the stream.
 
-    On a GPU nothing reaches freed memory earlier: whoever gets it writes in a later step. Yields a list of how
-    many slots went each time.
+    On a GPU nothing reaches freed memory earlier: whoever gets it writes in a later step. Yields a list of
+    how many slots went each time.
     """
     probe, counts = Probe(engine), []
     allocator, real = probe.allocator, probe.allocator.free

@@ -60,7 +60,10 @@ def test_the_order_of_launches_and_results(engines, zoo, tree, overlaps):
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_either_loop_drives_either_stream(engines, zoo, loop, overlaps):
     """The loops decide when a result is processed, the stream when a job runs: every pair gives the same."""
-    engine, prompts = engines.get(tree=(3, 2, 8), disable_overlap_schedule=not overlaps), zoo.prompts((5, 9), 16)
+    engine, prompts = (
+        engines.get(tree=(3, 2, 8), disable_overlap_schedule=not overlaps),
+        zoo.prompts((5, 9), 16),
+    )
     scheduler = engine.scheduler
     reqs = [
         Req(f"r{i}", prompt, SamplingParams(temperature=0, max_new_tokens=16), 1, frozenset(), 256)
@@ -207,7 +210,9 @@ def test_a_result_of_an_earlier_stay_is_too_late(engines, zoo):
     assert done.tokens == [zoo.r0(p, max_new_tokens=24) for p in prompts]
     rounds = [r["meta_info"]["spec_verify_ct"] for r in done.results]
     alone = engines.get(tree=(3, 1, 4), disable_overlap_schedule=True)
-    assert rounds == [r["meta_info"]["spec_verify_ct"] for r in run(alone, prompts, {"max_new_tokens": 24}).results]
+    assert rounds == [
+        r["meta_info"]["spec_verify_ct"] for r in run(alone, prompts, {"max_new_tokens": 24}).results
+    ]
 
 
 def test_an_error_in_a_step_ends_its_requests_and_nothing_else(engines, zoo):

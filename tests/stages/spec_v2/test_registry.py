@@ -160,7 +160,12 @@ def test_a_plug_in_runs(engines, zoo, page, overlaps):
     register("repeat", supports_overlap=True)(lambda server_args: RepeatWorker)
     prompts = zoo.prompts((5, 9, 7, 12), 24)
     favourite = {"logit_bias": {"7": 30.0}, "max_new_tokens": 17}
-    params = [{"max_new_tokens": 24}, favourite, {"max_new_tokens": 9}, {"temperature": 0.8, "sampling_seed": 3}]
+    params = [
+        {"max_new_tokens": 24},
+        favourite,
+        {"max_new_tokens": 9},
+        {"temperature": 0.8, "sampling_seed": 3},
+    ]
     flags = {"page_size": page, "disable_overlap_schedule": not overlaps, "max_total_tokens": 256}
     wanted = run(engines.get(**flags), prompts, [params[0], favourite, params[2], params[3]], check=False)
     with engines.fresh(speculative_algorithm="Repeat", speculative_num_draft_tokens=4, **flags) as engine:

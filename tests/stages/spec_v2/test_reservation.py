@@ -68,7 +68,9 @@ def test_a_reservation_is_whole_pages_and_is_on_the_device(page):
             assert 10 <= req.kv_allocated_len - req.kv_len < 10 + 5 + page
             slots = table.req_to_token_host[req.req_pool_idx, : req.kv_allocated_len]
             assert table.req_to_token[req.req_pool_idx, : req.kv_allocated_len].tolist() == slots.tolist()
-            assert all(a // page == b // page for a, b in zip(slots[::page], slots[page - 1 :: page], strict=True))
+            assert all(
+                a // page == b // page for a, b in zip(slots[::page], slots[page - 1 :: page], strict=True)
+            )
             held += slots.tolist()
             req.kv_len += rng.randint(0, 5)
         assert len(set(held)) == len(held) == allocator.size - allocator.available_size()

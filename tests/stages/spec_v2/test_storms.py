@@ -1,4 +1,4 @@
-"""Two thousand steps of requests that end, are aborted and are pushed back while rounds of them are under way.
+"""Two thousand steps of requests that end, are aborted and pushed back while rounds of them are under way.
 
 The forward stream is as late as a seed makes it, and every page is spoilt as soon as it is free.
 """
