@@ -106,7 +106,7 @@ def model_forwards(engine: Any) -> Spots:
     """The forwards of the target and of the draft; the rest is what the host does around them."""
     spots = {"target": [(engine.scheduler.tp_worker.model_runner, "forward")]}
     if (draft := draft_worker(engine)) is not None:
-        spots["draft"] = [(draft.model_runner, "forward")]
+        spots["draft"] = [(draft.draft_model_runner, "forward")]
     return spots
 
 

@@ -8,8 +8,8 @@ the same, so that the scheduler need not know which it has:
     ThreadForwardStream a CPU has no streams, so one thread takes one job after the other
 
 Jobs run in the order in which they were submitted, and see all that the scheduler has written by then. Before
-it overwrites what a job may still read, it calls `wait_for_reads`: then its stream waits for theirs, or in the
-thread's case the host.
+the scheduler overwrites what a job may still read, it calls `wait_for_reads`: its stream then waits for
+theirs, or in the thread's case the host.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class ForwardStream:
 
     def synchronize(self) -> None:
         """Wait until everything is done. What jobs raised, their `result()` told; here it is forgotten."""
+
+    def close(self) -> None:
+        """The same for the last time."""
+        self.synchronize()
 
 
 class CudaForwardStream(ForwardStream):
@@ -118,8 +122,9 @@ class ThreadForwardStream(ForwardStream):
         self.wait_for_reads()
         self._last = self._error = None
 
-    def __del__(self) -> None:
-        self._executor.shutdown(wait=False)
+    def close(self) -> None:
+        self.synchronize()
+        self._executor.shutdown()
 
 
 class ThreadEvent(threading.Event):

@@ -192,7 +192,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
 
     def shutdown(self) -> None:
         self.abort_all("the engine was shut down")
-        self.forward_stream.synchronize()
+        self.forward_stream.close()
 
     def is_idle(self) -> bool:
         return not self.live_rids()

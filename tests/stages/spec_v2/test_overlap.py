@@ -215,6 +215,15 @@ def test_a_result_of_an_earlier_stay_is_too_late(engines, zoo):
     ]
 
 
+def test_no_thread_outlives_its_engine(engines, zoo):
+    engine = engines.fresh(tree=(3, 1, 4))
+    prompt, before = zoo.prompts((9,), 24)[0], threading.active_count()
+    next(engine.generate(input_ids=prompt, sampling_params={"temperature": 0}, stream=True))
+    assert threading.active_count() == before + 1
+    engine.shutdown()
+    assert threading.active_count() == before
+
+
 def test_an_error_in_a_step_ends_its_requests_and_nothing_else(engines, zoo):
     engine, prompt = engines.get(tree=(3, 1, 4)), zoo.prompts((9,), 24)[0]
     worker = engine.scheduler.draft_worker
