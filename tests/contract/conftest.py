@@ -16,7 +16,7 @@ if str(REPO) not in sys.path:
 import pytest  # noqa: E402
 
 from tests.contract.harness import Engines, Stage, Zoo  # noqa: E402
-from tests.contract.subset import is_chosen  # noqa: E402
+from tests.contract.subset import is_chosen, is_second_time  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -73,8 +73,11 @@ def pytest_collection_modifyitems(config, items):
     everything = bool(config.getoption("--stage", default=None))
     for item in items:
         stage = getattr(item, "callspec", None) and item.callspec.params.get("stage")
+        test = (item.path.name, item.originalname)
         runs = stage is None or (
-            stage.has(*_needed(item)) and (everything or is_chosen(stage, item.path.name, item.originalname))
+            stage.has(*_needed(item))
+            and (everything or is_chosen(stage, *test))
+            and not is_second_time(stage, *test)
         )
         (kept if runs else dropped).append(item)
     if dropped:

@@ -222,7 +222,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
 
     def _step_normal(self) -> bool:
         launched = self._launch()
-        if launched:
+        while self.result_queue:
             self._process()
         return launched
 

@@ -90,6 +90,23 @@ class Lag:
 
 
 @contextlib.contextmanager
+def rush(engine) -> Iterator[None]:
+    """The other extreme: a job has run before `submit` returns. So a step is over before the last one's
+    result is looked at.
+    """
+    stream = engine.scheduler.forward_stream
+    real = stream.submit
+
+    def submit(job, *args):
+        future = real(job, *args)
+        future.exception()
+        return future
+
+    with swapped(stream, "submit", submit):
+        yield
+
+
+@contextlib.contextmanager
 def poison_on_free(engine) -> Iterator[list[int]]:
     """Overwrite every page as soon as it is freed with NaN, as the next job of the stream.
 

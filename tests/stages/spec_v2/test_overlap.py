@@ -6,16 +6,18 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from stages.spec_v2.managers.schedule_batch import Req
 from stages.spec_v2.model_executor import device_io
+from stages.spec_v2.model_executor.packed_buffer import PackedBuffer
 from stages.spec_v2.sampling.sampling_params import SamplingParams
 from tests.contract.harness import run, tree_id
 from tests.contract.probe import Probe, swapped
 
-from .lag import Lag
+from .lag import Lag, rush
 
 SHAPES = [None, (3, 1, 4), (3, 2, 8)]
 STAGE = str(Path(sys.modules[Req.__module__].__file__).parents[1])
@@ -164,6 +166,27 @@ def test_the_last_result_is_read_while_the_next_step_runs(engines, zoo):
         done = run(engine, prompts, {"max_new_tokens": 24}, check=False)
     assert done.tokens == [zoo.r0(p, max_new_tokens=24) for p in prompts]
     assert sum(order) > len(order) // 2, "results are taken in beside a step that has not ended"
+
+
+@pytest.mark.parametrize("tree", SHAPES, ids=tree_id)
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_result_outlives_the_step_behind_it(engines, zoo, tree, scored):
+    """The next step has run to its end before the last one's result is read: it is still that result."""
+    engine, prompts = engines.get(tree=tree), zoo.prompts((5, 9, 7), 16)
+    with rush(engine):
+        done = run(engine, prompts, check=False, return_logprob=scored)
+    assert done.tokens == [zoo.r0(p) for p in prompts]
+
+
+def test_the_inputs_of_a_step_outlive_the_launch_behind_it():
+    """A GPU may read pinned memory when the next step's inputs have long been written."""
+    buffer = PackedBuffer(torch.device("cpu"), [(2,), (2,)])
+    buffer.send(np.array([1, 2]), np.array([3]))
+    first = buffer.host
+    buffer.send(np.array([5]), np.array([6, 7]))
+    assert [part.tolist() for part in first] == [[1, 2], [3, 0]]
+    assert [part.tolist() for part in buffer.host] == [[5, 0], [6, 7]]
+    assert [part.tolist() for part in buffer.device] == [[5, 0], [6, 7]]
 
 
 @pytest.mark.parametrize("tree", SHAPES, ids=tree_id)
