@@ -100,6 +100,28 @@ def test_a_storm(engines, zoo, storm):
         probe.check_tree_kv(zoo.ref(), zoo.ref_head() if tree else None)
 
 
+@pytest.mark.parametrize("tree", [None, (3, 1, 4), (3, 2, 8)])
+def test_sampled_requests_beside_others(engines, zoo, tree):
+    """Rows of sampling parameters and penalties leave and come while a late step uses them."""
+    prompts = zoo.prompts((5, 9, 7, 12, 3, 14), 24)
+    params = [
+        {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": 6},
+        {"frequency_penalty": 0.7, "presence_penalty": 0.3, "max_new_tokens": 20},
+        {"max_new_tokens": 3},
+        {"temperature": 1.2, "top_p": 0.8, "min_p": 0.01, "sampling_seed": 11, "max_new_tokens": 12},
+        {"repetition_penalty": 1.3, "logit_bias": {"7": 2.0}, "max_new_tokens": 17},
+        {"temperature": 0.9, "sampling_seed": 3, "min_new_tokens": 5, "max_new_tokens": 24},
+    ]
+    flags = {"tree": tree, "max_running_requests": 4, "chunked_prefill_size": 16}
+    wanted = run(engines.get(**flags, disable_overlap_schedule=True), prompts, params)
+    engine = engines.get(**flags)
+    for seed in range(3):
+        assert engine.flush_cache()
+        with poison_on_free(engine), Lag(engine, seed, share=0.8).open():
+            done = run(engine, prompts, params, check=False)
+        assert done.tokens == wanted.tokens
+
+
 def noticed(engines, zoo, spoil) -> bool:
     """Whether a storm over an engine that `spoil(scheduler)` has spoilt goes wrong."""
     flags = {"tree": (3, 2, 8), "page_size": 1, "max_total_tokens": 144, "max_running_requests": 5}
