@@ -27,7 +27,7 @@ SUPPORTED = {
     "rich": ("13.7", None),
 }
 FETCH_ONLY = {"gguf": ("0.17", "1")}
-TEST_ONLY = {"pytest": ("8.4", None), "hypothesis": ("6.100", None)}
+TEST_ONLY = {"pytest": ("8.4", None), "hypothesis": ("6.100", None), "mkdocs-material": ("9.7", None)}
 TRITON = ("3.5", "3.10")
 MODEL_SPACE = 600_000_000  # bytes that `models fetch` needs for a while: wheel, GGUF and the converted folder
 MARKS = {"good": "ok", "note": "--", "bad": "NO"}

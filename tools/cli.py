@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .docs.cli import app as docs_app
 from .lazy import add_lazy
 from .models.cli import app as models_app
 
@@ -16,6 +17,7 @@ app = typer.Typer(
     help="EAGLE speculative decoding as it grew inside SGLang.",
 )
 app.add_typer(models_app, name="models")
+app.add_typer(docs_app, name="docs")
 add_lazy(app, "run", "tools.bench.run:run", "Stream one answer with each accepted run visible.")
 add_lazy(
     app, "divergence", "tools.bench.divergence:divergence", "Find the first difference to plain decoding."
