@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test quick test-gpu lint
+.PHONY: help setup model demo test quick test-gpu mutants lint
 
 export HF_HUB_OFFLINE ?= 1
 FROM ?=
@@ -65,6 +65,9 @@ quick: $(SETUP) ## under two minutes: everything but the contract suite, two ran
 
 test-gpu: model ## what needs one GPU or more
 	@$(PY) -m pytest -m 'gpu or multi_gpu'
+
+mutants: $(SETUP) ## that the tests fail on every wrong version in tests/mutants
+	@$(PY) -m tools.stages.mutants
 
 lint: $(SETUP) ## ruff
 	@$(PY) -m ruff check .

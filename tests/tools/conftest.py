@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from tests.contract.harness import Zoo
+from tests.tools.stage_helpers import MadeUp
 from tools.cli import app
+from tools.stages import story
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +38,11 @@ def fledge(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "120")
     return lambda *words: CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+
+
+@pytest.fixture
+def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+    """Four made-up stages, which `fledge stages …` then speaks of."""
+    made = MadeUp(tmp_path)
+    monkeypatch.setattr(story, "REPO", tmp_path)
+    return made

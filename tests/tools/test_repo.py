@@ -209,27 +209,6 @@ def test_files_are_short_and_say_what_they_are_for() -> None:
             assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
 
 
-def imported(path: Path) -> list[tuple[str, int]]:
-    """(first part of the module's name, level) of every import in a file."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found += [(alias.name.partition(".")[0], 0) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            found.append(((node.module or "").partition(".")[0], node.level))
-    return found
-
-
-def test_a_stage_imports_itself_relatively_and_nothing_of_ours_else() -> None:
-    stages = [path.parent for path in (REPO / "stages").glob("*/stage.toml")]
-    assert stages
-    for path in python_files("stages"):
-        depth = len(path.relative_to(REPO / "stages").parts) - 1  # levels up to the stage's own folder
-        for name, level in imported(path):
-            assert name not in ("stages", "tools", "tests") or level > 0, f"{path} imports {name}"
-            assert level <= depth, f"{path} imports from outside its stage"
-
-
 def test_make_has_the_targets_that_are_named() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert {"demo", "test", "quick", "test-gpu", "lint"} <= targets

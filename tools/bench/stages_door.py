@@ -83,9 +83,9 @@ class Stage:
             return engine_class(**flags)
 
 
-def all_stages() -> list[Stage]:
-    """Every stage under stages/ that has an engine, in the order of the story."""
-    return [_read(path.parent) for path in sorted(STAGES.glob("*/stage.toml"))]
+def all_stages(folder: Path = STAGES) -> list[Stage]:
+    """Every stage under `folder`, in the order of the story, which is that of the names."""
+    return [_read(path.parent) for path in sorted(folder.glob("*/stage.toml"))]
 
 
 def resolve_stage(text: str) -> Stage:
