@@ -23,7 +23,7 @@ def find() -> str | None:
 
 
 class Browser:
-    """One browser with one page. `problems` and `requests` collect what the page's console and network said."""
+    """One browser with one page; `problems` and `requests` collect what its console and network said."""
 
     def __init__(self, profile: Path):
         ours_in, theirs_out = os.pipe()

@@ -1,7 +1,7 @@
 """`fledge docs build` and `serve`: write what is generated, then let mkdocs do the rest.
 
-Generated are fragments, docs/generated/snippets, which the pages include by name, and the player's data. Nothing
-of it is committed. A page that includes what nobody generates fails the build.
+Generated are fragments, docs/generated/snippets, which the pages include by name, and the player's data.
+Nothing of it is committed. A page that includes what nobody generates fails the build.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def build(
         Path | None, typer.Option(file_okay=False, help="Where the site goes; default: site/.")
     ] = None,
 ) -> None:
-    """Write what is generated, then build the site strictly: a dead link or a missing fragment is an error."""
+    """Write what is generated, then build the site: a dead link or a missing fragment is an error."""
     _prepare()
     _mkdocs("build", "--quiet", *(["--site-dir", str(out.absolute())] if out else []))
     print(f"the site is in {out or 'site'}: open its index.html, or run `fledge docs serve` for the search")

@@ -66,8 +66,8 @@ def evolution(folder: Path) -> str:
     """Tokens per second of every stage, plain and with its best drafts, as bars with their extremes."""
     charts = [bars(folder, batch) for batch in BATCHES]
     note = (
-        "Median tokens per second on the eight questions; the thin line runs from the slowest run to the fastest. "
-        "Each batch size has its own scale."
+        "Median tokens per second on the eight questions; the thin line runs from the slowest run to the "
+        "fastest. Each batch size has its own scale."
     )
     return f'<figure class="drawing">\n{"".join(charts)}<figcaption>{note}</figcaption></figure>\n'
 
@@ -85,12 +85,11 @@ def bars(folder: Path, batch: int) -> str:
             speeds = row["tokens_per_second"]
             scale = room / top
             label = f"{speed(speeds['median'])} {escape(row['configuration'])}"
-            long = speeds["median"] * scale
+            long, low, high = (speeds[name] * scale for name in ("median", "min", "max"))
             parts.append(
                 f'<rect class="bar {kind}" x="{left}" y="{y}" width="{long:.1f}" height="13" rx="2"/>'
-                f'<path class="range" d="M{left + speeds["min"] * scale:.1f} {y + 6.5}'
-                f'H{left + speeds["max"] * scale:.1f}"/>'
-                f'<text class="small" x="{left + max(long, speeds["max"] * scale) + 5:.1f}" y="{y + 11}">{label}</text>'
+                f'<path class="range" d="M{left + low:.1f} {y + 6.5}H{left + high:.1f}"/>'
+                f'<text class="small" x="{left + high + 5:.1f}" y="{y + 11}">{label}</text>'
             )
             y += 17
         if not rows:

@@ -1,4 +1,4 @@
-"""Where the chapter and the diffs disagree: docs/data/errata.toml, with the commands of the claims that show it."""
+"""Where the chapter and the diffs disagree: docs/data/errata.toml, with the commands that show it."""
 
 from __future__ import annotations
 

@@ -122,7 +122,8 @@ def lives_picture(ledger: LedgerHistory) -> str:
         name = label_of(life)
         anchor, at = ("start", left) if left < width * 0.55 else ("end", width - 4.0)
         parts.append(
-            f'<g><title>{name}: {title}</title><text x="{at:.1f}" y="{y + 11}" text-anchor="{anchor}">{name}</text>'
+            f"<g><title>{name}: {title}</title>"
+            f'<text x="{at:.1f}" y="{y + 11}" text-anchor="{anchor}">{name}</text>'
             f'<rect class="life {state}" x="{left:.1f}" y="{y + 15}" width="{max(2.0, right - left):.1f}" '
             f'height="7" rx="2"/></g>'
         )

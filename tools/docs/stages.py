@@ -1,4 +1,4 @@
-"""The generated parts of a stage's page: where it stands upstream, its invariants, its diff, what is not here."""
+"""The generated parts of a stage's page: where it stands, its invariants, its diff, and what it lacks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import ast
 from pathlib import Path
 from typing import Any
 
+from ..stages.diff_html import STYLE, render_fragment
+from ..stages.fold import fold
+from ..stages.story import ORDER
 from ..upstream.history import NotRecorded, UpstreamError
 from ..upstream.ledger import LedgerHistory
 from . import history
 from .code import find
 from .page import SNIPPETS, Problem, not_yet, read_toml, table
 
-ORDER = ("part1_draft_model", "part2_cudagraph_dp", "part3_scheduler", "part4_worker", "spec_v2")
 TITLES = ("Part 1", "Part 2", "Part 3", "Part 4", "Spec v2")
 ALL = "all"
 
@@ -25,7 +27,7 @@ def files(repo: Path) -> dict[str, str]:
     """For every stage of the story, built or not, the fragments of its page."""
     ledger = history.load(repo)
     invariants = read_invariants(repo)
-    found: dict[str, str] = {}
+    found: dict[str, str] = {"fold.css": STYLE}
     for stage in ORDER:
         path = repo / "stages" / stage / "stage.toml"
         facts = read_toml(path) if path.is_file() else None
@@ -116,7 +118,11 @@ def diff(repo: Path, stage: str, facts: dict[str, Any] | None) -> str:
     if facts is None or not (repo / "stages" / before / "stage.toml").is_file():
         which = stage if facts is None else before
         return not_yet(f"`{which}` is not built yet; the diff from `{before}` to `{stage}` will stand here.")
-    return not_yet(f"`diff -ru stages/{before} stages/{stage}` shows it; the folded form is not made yet.")
+    html = render_fragment(fold(repo / "stages" / before, repo / "stages" / stage), facts.get("changed", {}))
+    # Closed: the table above the files says what there is, and a page opens quickly.
+    html = html.replace('<details class="file" open>', '<details class="file">')
+    lead = f"Against `{before}`, by functions: what is as it was takes one line, and so does what only moved."
+    return f"{lead} In the terminal: `fledge stages diff {before} {stage}`.\n\n{html}"
 
 
 def touched(stage: str, ledger: LedgerHistory, repo: Path) -> str:

@@ -12,8 +12,8 @@ from ..bench.trace_format import Trace, load_trace
 from .page import SNIPPETS, Problem, not_yet, table
 
 MISSING = (
-    'No trace is recorded. `fledge trace part4_worker "…" --out docs/data/traces/part4_worker.json` records one; '
-    "the player and this table stand here after the next build."
+    'No trace is recorded. `fledge trace part4_worker "…" --out docs/data/traces/part4_worker.json` records '
+    "one; the player and this table stand here after the next build."
 )
 
 
