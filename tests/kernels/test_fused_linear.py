@@ -12,18 +12,28 @@ NAN = float("nan")
 
 
 def whole_rows(rows, dtype):
-    return fused_linear.Plan(1 << (rows - 1).bit_length(), 16, None, 4)
+    return fused_linear.Plan("few_rows", 1 << (rows - 1).bit_length(), 16, 4)
 
 
-# How each way comes by its plan. A whole row is read in pieces where it is longer than a piece may be.
+# How each way comes by its plan. A row that is longer than what a program holds at a time is read in pieces.
 PLANS_OF = {
     "native": None,
     "whole rows": whole_rows,
-    "pieces": whole_rows,
-    "tiles": lambda rows, dtype: fused_linear.Plan(16, 16, 32, 4, 2),
+    "pieces": lambda rows, dtype: whole_rows(rows, dtype)._replace(block_k=16),
+    "slices": lambda rows, dtype: fused_linear.Plan("sliced", 8, 16, 4, 16),
+    "pieces of slices": lambda rows, dtype: fused_linear.Plan("sliced", 8, 16, 4, 16),
+    "tiles": lambda rows, dtype: fused_linear.Plan("tiles", 16, 16, 4, 32, 2),
     "library": lambda rows, dtype: None,
 }
-ROWS = {"native": [5], "whole rows": [1, 2, 3, 5, 8], "pieces": [1, 3], "tiles": [1, 5, 35], "library": [3]}
+ROWS = {
+    "native": [5],
+    "whole rows": [1, 2, 3, 5, 8],
+    "pieces": [1, 3],
+    "slices": [1, 8, 11],
+    "pieces of slices": [5],
+    "tiles": [1, 5, 35],
+    "library": [3],
+}
 
 
 @pytest.fixture(params=PLANS_OF)
@@ -33,8 +43,8 @@ def way(request, native, triton_kernels, monkeypatch):
         return native
     monkeypatch.setattr(fused_linear, "plan_for", PLANS_OF[request.param])
     monkeypatch.setattr(fused_linear, "_INTERPRETED_BLOCK_N", 0)  # several blocks of columns
-    if request.param == "pieces":
-        monkeypatch.setattr(fused_linear, "_MAX_BLOCK_K", 16)
+    if request.param == "pieces of slices":
+        monkeypatch.setattr(fused_linear, "_MOST_COLUMNS", 32)
     return triton_kernels
 
 
@@ -131,7 +141,9 @@ def test_shapes_of_heads(way, device, dtype, tolerance, heads, dim, width):
 
 
 @pytest.mark.parametrize(
-    "way, rows", [("native", 3), ("whole rows", 3), ("tiles", 20), ("library", 3)], indirect=["way"]
+    "way, rows",
+    [("native", 3), ("whole rows", 3), ("slices", 11), ("tiles", 20), ("library", 3)],
+    indirect=["way"],
 )
 def test_a_row_of_nan_stays_alone(way, device, rows):
     """A padding row holds anything and writes to slot 0; its neighbours are what they are without it."""
@@ -149,7 +161,9 @@ def test_a_row_of_nan_stays_alone(way, device, rows):
 
 
 @pytest.mark.parametrize(
-    "way, rows", [("whole rows", 1), ("whole rows", 3), ("tiles", 20), ("library", 3)], indirect=["way"]
+    "way, rows",
+    [("whole rows", 1), ("whole rows", 3), ("slices", 11), ("tiles", 20), ("library", 3)],
+    indirect=["way"],
 )
 def test_rows_that_are_not_there_are_not_written(way, device, rows, monkeypatch):
     """Every output gets a border of NaN, which is there afterwards."""
@@ -206,10 +220,10 @@ def test_the_table_is_ascending_and_fits_its_kernels():
     assert bounds == sorted(set(bounds))
     for most, plan in fused_linear.PLANS:
         assert plan.block_m & (plan.block_m - 1) == 0 and plan.block_n & (plan.block_n - 1) == 0
-        if plan.block_k is None:
+        if plan.way == "few_rows":
             assert most <= plan.block_m  # such a kernel has one block of rows
         else:
-            assert min(plan.block_m, plan.block_n, plan.block_k) >= 16  # what tl.dot takes
+            assert min(plan.block_n, plan.block_k) >= 16 and plan.block_m >= 8  # what tl.dot takes
 
 
 def test_the_row_count_picks_the_first_plan_that_reaches_so_far():
@@ -218,7 +232,7 @@ def test_the_row_count_picks_the_first_plan_that_reaches_so_far():
         for rows in {previous + 1, most}:
             assert fused_linear.plan_for(rows, torch.bfloat16) is plan
             exact = fused_linear.plan_for(rows, torch.float32)
-            assert exact is (plan if plan.block_k is None else None)
+            assert exact is (plan if plan.way == "few_rows" else None)
         previous = most
     assert fused_linear.plan_for(previous + 1, torch.bfloat16) is None
 

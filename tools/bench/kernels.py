@@ -2,14 +2,14 @@
 
 Runs the four linear operations of every layer of the embedded model, with weights of its shapes, as one CUDA
 graph: once with norms, the library's products and the rest one after the other, and once with each candidate
-plan of the fused kernels. Attention is left out. `python -m tools.bench.kernels OUT.json` on a GPU.
+plan of the fused kernels. Attention is left out. `python -m tools.bench.kernels OUT.json [ROWS,…]` on a GPU;
+docs/data/bench/kernels.json is such a file, and a test holds `PLANS` against it.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from .. import json_files
+from ..provenance import provenance
 from .floor import Bench, layer_weights
 
 MODEL = {
@@ -33,18 +35,17 @@ def candidates(fused: Any, rows: int) -> list[Any]:
     plans: list[Any] = [None]
     if rows <= 8:
         block_m = 1 << (rows - 1).bit_length()
-        plans += [fused.Plan(block_m, block_n, None, 1) for block_n in (1, 2)]
-    if rows <= 16:
-        plans += [
-            fused.Plan(16, block_n, None, warps) for block_n, warps in ((8, 1), (16, 1), (16, 2), (32, 4))
-        ]
+        plans += [fused.Plan("few_rows", block_m, block_n, 1) for block_n in (1, 2)]
+    if 1 < rows <= 64:
+        for block_m, block_n, warps in itertools.product((8, 16) if rows > 8 else (8,), (16, 32), (4, 8)):
+            plans.append(fused.Plan("sliced", block_m, block_n, warps, 128))
     if rows > 4:
         heights = [16] if rows <= 16 else [16, 32, 64] if rows <= 64 else [32, 64]
         for block_m, block_n, (block_k, stages) in itertools.product(
             heights, (16, 32, 64), ((64, 8), (128, 5), (128, 8))
         ):
             if stages * block_k * (block_m + 2 * block_n) * 2 < 200_000:
-                plans.append(fused.Plan(block_m, block_n, block_k, 4, stages))
+                plans.append(fused.Plan("tiles", block_m, block_n, 4, block_k, stages))
     return plans
 
 
@@ -90,9 +91,9 @@ def measure(rows_list: tuple[int, ...]) -> list[dict[str, Any]]:
             try:
                 timed.append((microseconds(layers, bench), None if plan is None else plan._asdict()))
             except Exception as error:
-                timed.append((float("inf"), {"failed": f"{type(error).__name__}: {str(error)[:80]}"}))
+                print(f"{rows} rows, {plan}: {type(error).__name__}: {str(error)[:80]}", flush=True)
         library, best = timed[0][0], sorted(timed[1:], key=lambda pair: pair[0])
-        results.append({"rows": rows, "library_us": library, "plans": best[:6]})
+        results.append({"rows": rows, "library_us": library, "plans_us": best})
         print(
             f"{rows:5d} rows: library {library:6.0f} us",
             *(f"| {t:5.0f} {p}" for t, p in best[:2]),
@@ -101,6 +102,19 @@ def measure(rows_list: tuple[int, ...]) -> list[dict[str, Any]]:
     return results
 
 
+def main(path: str, rows_list: tuple[int, ...] = ROWS) -> None:
+    """Measure and write `path`; microseconds are medians of one pass through all layers."""
+    found = {
+        "format": "fledge-kernels",
+        "version": 1,
+        **provenance("cuda"),
+        "command": "python -m tools.bench.kernels OUT.json",
+        "model": MODEL,
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "rows": measure(rows_list),
+    }
+    json_files.write(Path(path), found)
+
+
 if __name__ == "__main__":
-    found = measure(tuple(int(r) for r in sys.argv[2].split(",")) if len(sys.argv) > 2 else ROWS)
-    Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")
+    main(sys.argv[1], *(tuple(map(int, rows.split(","))) for rows in sys.argv[2:3]))
