@@ -87,7 +87,8 @@
     if (scene.kind === "choose") {
       return lead + (found ? "Of " + found.tokens.length + " proposals the best " + (entry.tree.length - 1) +
         " stay; with the root that makes " : "The tree has ") + count(entry.tree.length, "node") +
-        ". The drafts' scratch slots are given back, and " + entry.slots.length + " slots are taken to verify in.";
+        ". " + (entry.draft_slots.length ? "The drafts' scratch slots are given back, and " : "For the target ") +
+        entry.slots.length + " slots are taken to verify in.";
     }
     if (scene.kind === "verify") {
       return lead + "One target forward over " + count(entry.tree.length, "node") +
@@ -158,7 +159,9 @@
     }
     if (scene.kind === "decode") return [{ name: "taken, kept", slots: all(entry.slots, "kept") }];
     if (scene.kind === "draft") return [{ name: "drafts’ scratch", slots: all(entry.draft_slots, "scratch") }];
-    if (scene.kind === "choose") rows.push({ name: "given back", slots: all(entry.draft_slots, "free") });
+    if (scene.kind === "choose" && entry.draft_slots.length) {
+      rows.push({ name: "given back", slots: all(entry.draft_slots, "free") });
+    }
     if (scene.kind !== "commit") rows.push({ name: "verify, taken", slots: all(entry.slots, "taken") });
     if (scene.kind === "commit") {
       rows.push({ name: "kept, in order", slots: all(entry.kept_slots, "kept") });

@@ -165,6 +165,28 @@ def test_a_stage_without_trees_is_recorded_without_candidates(tiny_flags, monkey
     assert not [entry for entry in entries(trace, "verify") if "candidates" in entry]
 
 
+def test_a_stage_whose_drafts_are_a_chain_without_links(tiny_flags) -> None:
+    flags = dict(tiny_flags) | SHAPES["chain"] | {"speculative_algorithm": "EAGLE"}
+    part3 = resolve_stage("part3_scheduler")
+    with Growth().watching(part3.package()) as growth, part3.open(**flags) as engine:
+        trace = whole(record(engine, growth, PROMPTS[:2], 8, ignore_eos=True))
+    validate(trace)
+    rounds = entries(trace, "verify")
+    assert rounds and all(entry["parents"] == [-1, 0, 1, 2] for entry in rounds)
+    assert all(entry["draft_slots"] == [] and "candidates" not in entry for entry in rounds)
+
+
+@pytest.mark.parametrize("name", ["part1_draft_model", "part2_cudagraph_dp"])
+def test_a_stage_that_speculates_beside_its_scheduler(fledge, tiny_options, tmp_path, name) -> None:
+    done = fledge("trace", name, "the ab", *tiny_options)
+    assert done.exit_code == 2 and "add --speculative-algorithm none" in done.stderr
+    out, at = tmp_path / "t.json", tiny_options.index("--speculative-draft-model-path")
+    plain = [*tiny_options[:at], *tiny_options[at + 2 :], "--speculative-algorithm", "none"]
+    done = fledge("trace", name, "the ab", "--max-new-tokens", 4, "--ignore-eos", "--out", out, *plain)
+    assert done.exit_code == 0, done.output
+    assert len(entries(load_trace(out), "decode")) == 3
+
+
 def test_candidates_that_are_not_the_tree_s_are_refused() -> None:
     assert chosen([0.5, 0.25, 0.5, 0.25], 3) == [0, 1, 2]  # equal scores go to the lower number
     found = candidates_of([9, 1, 3], [0.6, 0.1, 0.5], [1, 2, 3], [-1], topk=3)

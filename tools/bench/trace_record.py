@@ -24,7 +24,7 @@ ON_DEVICE = ("prefill", "draft prefill", "forward", "draft", "verify", "draft ex
 def trace_phases(engine: Any) -> Spots:
     """Phase → the method that is it."""
     scheduler = engine.scheduler
-    draft = scheduler.draft_worker
+    draft = getattr(scheduler, "draft_worker", None)  # an early stage's scheduler knows of none
     if draft is None:
         return {"forward": [(scheduler.tp_worker, "forward_batch_generation")]}
     return {
@@ -42,6 +42,7 @@ class Recorder:
 
     def __init__(self, engine: Any, growth: Growth):
         self.scheduler, self.growth = engine.scheduler, growth
+        self.is_drafting = getattr(self.scheduler, "draft_worker", None) is not None
         self.synchronize = synchronizer(engine)
         self.is_cuda = engine.get_server_info()["device"] == "cuda"
         self.steps: list[dict[str, Any]] = []
@@ -62,8 +63,9 @@ class Recorder:
         self.synchronize()
         for entries, copies in self.unread:
             for entry, *row in zip(entries, *(copy.tolist() for copy in copies), strict=True):
-                (tokens, child, sibling), entry["draft_slots"], *candidates = row
-                entry.update(tree=tokens, parents=parents_of(child, sibling))
+                [tokens, *links], entry["draft_slots"], *candidates = row
+                parents = parents_of(*links) if links else list(range(-1, len(tokens) - 1))  # a chain
+                entry.update(tree=tokens, parents=parents)
                 if candidates:
                     entry["candidates"] = candidates_of(tokens, *candidates, self.scheduler.draft_worker.topk)
         for step in self.steps:
@@ -106,7 +108,7 @@ class Recorder:
                 {"request": int(req.rid), "cached": int(prefix), "seq_len": int(end), "tokens": new[req.rid]}
                 for req, prefix, end in zip(batch.reqs, batch.prefix_lens, batch.seq_lens, strict=True)
             ]
-        elif self.scheduler.draft_worker is not None:
+        elif self.is_drafting:
             step |= {"kind": "verify", "requests": self.rounds}
         else:
             step["requests"] = [
@@ -167,9 +169,12 @@ class Recorder:
         import torch
 
         verify_input, bs = self.tree[0], len(self.rounds)
-        fields = ("draft_token", "retrieve_next_token", "retrieve_next_sibling")
-        copies = [torch.stack([getattr(verify_input, name)[:bs] for name in fields], dim=1)]  # [bs, 3, n]
-        copies.append(verify_input.step.draft_slots[:bs].clone())
+        fields = ("draft_token", "retrieve_next_token", "retrieve_next_sibling")  # a chain has no links
+        found = [getattr(verify_input, name)[:bs] for name in fields if hasattr(verify_input, name)]
+        copies = [torch.stack(found, dim=1)]  # [bs, 3, n], [bs, 1, n] of a chain
+        # A chain's drafts may write where it is verified, and take no slots of their own.
+        scratch = getattr(verify_input.step, "draft_slots", verify_input.draft_token[:, :0])
+        copies.append(scratch[:bs].clone())
         candidates = self.growth.of(verify_input.draft_token)
         copies += [rows[:bs].clone() for rows in candidates or ()]  # scores, tokens, parents of blocks
         self.unread.append((self.rounds, copies))

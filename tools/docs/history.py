@@ -47,8 +47,13 @@ def pull_of(commit: Commit) -> str:
 
 def commit_table(commits: list[Commit]) -> str:
     """A line for each commit, as `git log` would list them."""
-    rows = [[commit.day, f"`{commit.short}`", pull_of(commit), text(commit.title)] for commit in commits]
+    rows = [[day(commit.day), f"`{commit.short}`", pull_of(commit), text(commit.title)] for commit in commits]
     return table(["date", "commit", "PR", "title"], rows)
+
+
+def day(words: str) -> str:
+    """A date that no line end divides."""
+    return f'<span class="day">{words}</span>'
 
 
 def text(words: str) -> str:
@@ -63,9 +68,9 @@ def price(ledger: LedgerHistory) -> str:
     born, gone = ledger.head(PART4), ledger.commit(DELETED)
     removed = next(change.removed for change in gone.files if change.path == WORKER)
     rows = [
-        [born.day, f"part 4, `{born.short}`", f"{ledger.line_count(PART4, WORKER):,}"],
-        [ledger.head("v0.4.6").committed[:10], "`v0.4.6`", f"{ledger.line_count('v0.4.6', WORKER):,}"],
-        [gone.day, f"the commit before `{gone.short}` (#{gone.pull}) deletes it", f"{removed:,}"],
+        [day(born.day), f"part 4, `{born.short}`", f"{ledger.line_count(PART4, WORKER):,}"],
+        [day(ledger.head("v0.4.6").committed[:10]), "`v0.4.6`", f"{ledger.line_count('v0.4.6', WORKER):,}"],
+        [day(gone.day), f"the commit before `{gone.short}` (#{gone.pull}) deletes it", f"{removed:,}"],
     ]
     return table(["date", "state", "lines of `eagle_worker.py`"], rows)
 

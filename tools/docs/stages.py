@@ -33,7 +33,7 @@ def files(repo: Path) -> dict[str, str]:
         facts = read_toml(path) if path.is_file() else None
         parts = {
             "facts": stands(stage, facts, ledger),
-            "invariants": invariant_table(stage, invariants),
+            "invariants": invariant_list(stage, invariants),
             "diff": diff(repo, stage, facts),
             "touched": touched(stage, ledger, repo),
             "run": run(stage, facts),
@@ -94,14 +94,17 @@ def check_test(repo: Path, invariant: str, test: str) -> None:
         raise Problem(f"invariants.toml: {invariant} names the test {test}, which does not exist.")
 
 
-def invariant_table(stage: str, invariants: list[dict[str, Any]]) -> str:
+def invariant_list(stage: str, invariants: list[dict[str, Any]]) -> str:
     """What must hold in a stage, and the tests that hold it."""
     own = [entry for entry in invariants if stage in entry["stages"] or ALL in entry["stages"]]
-    rows = [
-        [str(number), entry["says"], "<br>".join(f"`{test}`" for test in entry["tests"])]
+    return "\n".join(
+        f'{number}. {entry["says"]}<br><span class="held">held by '
+        + ", ".join(
+            f"`{name}` in `{path}`" for path, _, name in (test.partition("::") for test in entry["tests"])
+        )
+        + "</span>"
         for number, entry in enumerate(own, 1)
-    ]
-    return table(["", "what is true after every step", "held by"], rows)
+    )
 
 
 # The diff
@@ -216,4 +219,4 @@ def commit_of(commit: str, ledger: LedgerHistory) -> str:
         head = ledger.head(commit)
     except UpstreamError:
         return short(commit)
-    return f"{short(head.hash)} {history.pull_of(head)} {head.day}"
+    return f"{short(head.hash)} {history.pull_of(head)} {history.day(head.day)}"
