@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test quick test-gpu mutants lint
+.PHONY: help setup model demo test quick test-gpu mutants site lint
 
 export HF_HUB_OFFLINE ?= 1
 FROM ?=
@@ -68,6 +68,9 @@ test-gpu: model ## what needs one GPU or more
 
 mutants: $(SETUP) ## that the tests fail on every wrong version in tests/mutants
 	@$(PY) -m tools.stages.mutants
+
+site: $(SETUP) ## the site, on this machine at port 8000
+	@$(PY) -m tools docs serve
 
 lint: $(SETUP) ## ruff
 	@$(PY) -m ruff check .

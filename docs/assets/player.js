@@ -96,7 +96,8 @@
         "what the target says: " + (accepted ? count(accepted, "draft") + " accepted." : "no draft accepted.");
     }
     var texts = entry.tokens.map(say).join(" "), given = entry.slots.length - entry.kept_slots.length;
-    return lead + count(entry.tokens.length, "token") + ": " + texts + ". " + count(entry.kept_slots.length, "slot") +
+    var ended = entry.tokens.length < entry.path.length ? " The answer ended inside the run." : "";
+    return lead + count(entry.tokens.length, "token") + ": " + texts + "." + ended + " " + count(entry.kept_slots.length, "slot") +
       " kept, " + given + " given back. The round took " + draw.duration(step.end_us - step.start_us) + ".";
   }
 
@@ -228,8 +229,7 @@
     parts.words.textContent = words(scene);
     fill(parts.text, answer(scene));
     fill(parts.tree, !isRound ? null : scene.kind === "draft" ? growing(scene, wide) : chosen(scene, wide));
-    parts.side.firstChild.hidden = false;
-    side = panels.slots.clientWidth || Math.min(wide, 420);
+    side = panels.times.clientWidth || Math.min(wide, 420);
     var names = isRound ? entry.tree.map(piece) : [];
     fill(panels.mask, isRound && scene.kind !== "draft" ?
       draw.mask(names, entry.parents, scene.kind === "choose" ? null : entry.path, side, "Tree mask") : null);
@@ -268,12 +268,12 @@
   }
 
   var place, where, ACTIONS = [
-    ["Home", "⏮", "first moment", function () { go(0); }],
-    ["PageUp", "⏪", "round before", function () { goRound(-1); }],
+    ["Home", "|◀", "first moment", function () { go(0); }],
+    ["PageUp", "◀◀", "round before", function () { goRound(-1); }],
     ["ArrowLeft", "◀", "moment before", function () { go(state.at - 1); }],
     ["ArrowRight", "▶", "next moment", function () { go(state.at + 1); }],
-    ["PageDown", "⏩", "next round", function () { goRound(1); }],
-    ["End", "⏭", "last moment", function () { go(state.scenes.length - 1); }]
+    ["PageDown", "▶▶", "next round", function () { goRound(1); }],
+    ["End", "▶|", "last moment", function () { go(state.scenes.length - 1); }]
   ];
 
   function controls() {

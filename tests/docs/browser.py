@@ -5,33 +5,26 @@ import fcntl
 import json
 import os
 import select
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
          "--disable-dev-shm-usage", "--disable-background-networking", "--remote-debugging-pipe")  # fmt: skip
 PATIENCE = 60  # seconds without a word from the browser before a test fails
 KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "PageDown": 34, "PageUp": 33, "Home": 36, "End": 35}
 
 
-def find() -> str | None:
-    """The browser's path, or None where there is none."""
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
-
-
 class Browser:
     """One browser with one page; `problems` and `requests` collect what its console and network said."""
 
-    def __init__(self, profile: Path):
+    def __init__(self, program: str, profile: Path):
         ours_in, theirs_out = os.pipe()
         theirs_in, ours_out = os.pipe()
         # High numbers, so that making them 3 and 4 overwrites none of them.
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 20) for fd in (theirs_in, theirs_out)]
         self.process = subprocess.Popen(
-            [find(), *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
             preexec_fn=lambda: [os.dup2(fd, number) for number, fd in enumerate(high, 3)],
             pass_fds=(3, 4),
             stdout=subprocess.DEVNULL,
@@ -98,6 +91,10 @@ class Browser:
         if "exceptionDetails" in done:
             raise RuntimeError(json.dumps(done["exceptionDetails"])[:500])
         return done["result"].get("value")
+
+    def type(self, text: str) -> None:
+        """Type into what has the focus."""
+        self.call("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):

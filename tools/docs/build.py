@@ -40,7 +40,7 @@ def write(repo: Path = REPO) -> int:
     folder, files = repo / GENERATED, generated(repo)
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         if path.relative_to(folder).as_posix() not in files:
-            path.unlink()
+            path.unlink(missing_ok=True)
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -64,6 +64,8 @@ def results(folder: Path, stage: str, backend: str = "triton") -> Data | None:
 
 def evolution(folder: Path) -> str:
     """Tokens per second of every stage, plain and with its best drafts, as bars with their extremes."""
+    if not any(results(folder, stage) for stage in ORDER):
+        return f"{NOT_YET}: `fledge bench STAGE` on a machine with a GPU writes what this chart shows.\n"
     charts = [bars(folder, batch) for batch in BATCHES]
     note = (
         "Median tokens per second on the eight questions; the thin line runs from the slowest run to the "
