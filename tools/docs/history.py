@@ -47,12 +47,12 @@ def pull_of(commit: Commit) -> str:
 
 def commit_table(commits: list[Commit]) -> str:
     """A line for each commit, as `git log` would list them."""
-    rows = [[day(commit.day), f"`{commit.short}`", pull_of(commit), text(commit.title)] for commit in commits]
+    rows = [[day(commit.day), day(f"`{commit.short}`"), pull_of(commit), text(commit.title)] for commit in commits]
     return table(["date", "commit", "PR", "title"], rows)
 
 
 def day(words: str) -> str:
-    """A date that no line end divides."""
+    """A date or a hash that no line end divides."""
     return f'<span class="day">{words}</span>'
 
 
