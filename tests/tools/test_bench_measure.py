@@ -222,7 +222,7 @@ def test_the_command_measures_with_a_process_of_its_own(fledge, tiny_options, tm
     (process,) = data["processes"]
     assert (process["configuration"], process["turn"], len(process["cells"])) == ("plain", 1, 1)
     assert {"commit", "dirty", "device", "versions", "command", "how", "prompt_sets"} <= set(data)
-    assert "\nplain: loading\nplain: questions, batch 8\n" in f"\n{done.stderr}"
+    assert "\npart4_worker plain: loading\npart4_worker plain: questions, batch 8\n" in f"\n{done.stderr}"
     (row,) = data["summary"]
     assert row["batch"] == 8 and row["host_seconds"] is not None
     assert f"plain {8:>14} " in done.stdout and "x\nfloor" not in done.stdout

@@ -29,7 +29,7 @@ def test_a_shared_file_is_carried_to_all_from_either_end(
     assert again.exit_code == 0 and "Nothing to carry." in again.output
 
 
-def test_an_edit_is_merged_into_a_middle_stage_of_its_own_and_travels_on(
+def test_an_edit_is_merged_into_a_middle_stage_of_its_own_and_beyond(
     made_up: MadeUp, fledge: Callable
 ) -> None:
     middle = edited(TEXT, 15, "middle = True\n")
@@ -43,19 +43,37 @@ def test_an_edit_is_merged_into_a_middle_stage_of_its_own_and_travels_on(
 
 
 def test_a_conflict_writes_nothing_and_shows_the_place(made_up: MadeUp, fledge: Callable) -> None:
-    own = "first = 1\n" + edited(TEXT, 4, "own = True\n")
+    own = "first = 1\n" + edited(edited(TEXT, 4, "own = True\nmore = True\n"), 15, "other = True\n")
     for name, text in zip(NAMES, (own, TEXT, TEXT, TEXT), strict=True):
         made_up.write(name, "file.py", text)
     made_up.write_all("other.py", TEXT)
     made_up.commit()
-    made_up.write(LAST, "file.py", edited(TEXT, 4))
+    made_up.write(LAST, "file.py", edited(edited(TEXT, 4), 15))
     made_up.write(LAST, "other.py", edited(TEXT, 4))
     before = made_up.texts("file.py"), made_up.texts("other.py")
     done = fledge("stages", "carry", LAST)
     assert done.exit_code == 1
-    assert f"conflict stages/{FIRST}/file.py:6" in done.output
+    places = [line for line in done.output.splitlines() if line.startswith("conflict ")]
+    assert places == [f"conflict stages/{FIRST}/file.py:{line}" for line in (6, 18)]
     assert "own = True" in done.output and "edited = True" in done.output
     assert (made_up.texts("file.py"), made_up.texts("other.py")) == before
+
+
+def test_what_was_settled_by_hand_is_left_alone_and_the_rest_is_carried(
+    made_up: MadeUp, fledge: Callable
+) -> None:
+    own = edited(TEXT, 4, "own = True\n")
+    for name, text in zip(NAMES, (own, TEXT, TEXT, TEXT), strict=True):
+        made_up.write(name, "file.py", text)
+    made_up.commit()
+    made_up.write(LAST, "file.py", edited(TEXT, 4))
+    made_up.write(FIRST, "file.py", edited(own, 15, "elsewhere = True\n"))
+    assert fledge("stages", "carry", LAST).exit_code == 1  # changed by hand, but at another place
+    by_hand = edited(TEXT, 4, "own = edited = True\n")
+    made_up.write(FIRST, "file.py", by_hand)
+    done = fledge("stages", "carry", LAST)
+    assert done.exit_code == 0 and f"{FIRST} file.py: settled by hand, left alone" in done.output
+    assert made_up.texts("file.py") == [by_hand] + [edited(TEXT, 4)] * 3
 
 
 def test_a_dry_run_writes_nothing(made_up: MadeUp, fledge: Callable) -> None:

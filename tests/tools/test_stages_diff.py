@@ -181,7 +181,7 @@ def test_a_renamed_function_and_a_class_moved_whole_are_moves(tmp_path: Path) ->
 
 
 def test_a_likeness_too_small_is_no_move(tmp_path: Path) -> None:
-    other = body("f").splitlines()[:1] + body("other").splitlines()[1:]
+    other = body("f").splitlines()[:7] + body("other").splitlines()[7:]
     diffs = folded(tmp_path, {"a.py": body("f")}, {"b.py": "\n".join(other) + "\n"})
     assert headlines(diffs["a.py"]) == ["def f … gone, +0 −12"]
     assert headlines(diffs["b.py"]) == ["def f … new, +12 −0"]

@@ -13,9 +13,11 @@ from tools.stages.mutants import mutants
 
 STAGE = NAMES[3]
 TESTS = f"""\
+import pytest
 from stages.{STAGE} import values
 
-def test_x(): assert values.x == 1
+@pytest.mark.parametrize("other", [1, 2])
+def test_x(other): assert values.x in (1, other)
 def test_any(): assert values.x
 def test_both(): assert values.x == values.y == 1
 def test_never(): assert False

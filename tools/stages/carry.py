@@ -1,9 +1,7 @@
 """`fledge stages carry`: one stage's change, brought to the others.
 
-A change travels from its stage to the neighbours, one by one in both directions. Where a neighbour had the
-file byte for byte, it gets the new one as it is; at a boundary, where it had its own version, the change is
-merged into that three-way, and what came out of the merge travels on. So files that were the same before are
-the same afterwards.
+A stage that had the file byte for byte gets the new one as it is; one that had a version of its own gets the
+change merged into it, three-way. So files that were the same in two stages before are the same afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from rich.syntax import Syntax
 
 from ..bench.stages_door import BadInput
 from . import story
-from .merge import Clash, merge
+from .merge import Clash, is_settled, merge
 
 Tree = dict[str, bytes]
 
@@ -86,8 +84,8 @@ def carry(
     - A deleted file is deleted along the run; versions of their own stay.
     - A renamed file is renamed wherever it was, with its changes.
 
-    If a merge conflicts, in a version of its own or with uncommitted changes there, nothing is written; the
-    places are shown.
+    If a merge conflicts, in a version of its own or with uncommitted changes there, nothing is written and
+    the places are shown. A version whose conflicting lines were changed by hand since REV is left alone.
     """
     console = Console(highlight=False, soft_wrap=True)
     plan = plan_carry(story.REPO, stage, since)
@@ -97,8 +95,8 @@ def carry(
             console.print(f"[bold red]conflict[/bold red] {escape(place)}")
             console.print(Syntax(clash.text, "python", background_color="default"))
         console.print(
-            f"Nothing was written; {len(plan.clashes)} to settle. Make the change by hand in the stages "
-            "named, or first commit or restore what is uncommitted there; then carry again."
+            f"Nothing was written; {len(plan.clashes)} to settle. Make the change by hand at the places "
+            "named, or restore there what is not committed, and carry again."
         )
         raise typer.Exit(1)
     for name, what, how in plan.how:
@@ -189,33 +187,35 @@ def _spread(
     plan: Plan, change: Change, others: list[str], then: dict[str, Tree], now: dict[str, Tree]
 ) -> None:
     """Take a changed, renamed or deleted file along `others`, nearest first."""
-    before, after = change.before, change.after
     for name in others:
         committed = then[name].get(change.old)
         if committed is None:
             continue
-        if change.new is None and committed != before:
+        if change.new is None and committed != change.before:
             plan.how.append((name, change.what, "keeps its own version"))
             return
         if change.new is None:
             carried, clashes = None, []
         else:
-            carried, clashes = merge(committed, before, after, (name, "before", "the change"))
+            carried, clashes = merge(committed, change.before, change.after, (name, "before", "the change"))
+        # An earlier carry may have renamed it already.
+        standing = now[name].get(change.old, now[name].get(change.new))
+        if clashes and standing and all(is_settled(clash, committed, standing) for clash in clashes):
+            plan.how.append((name, change.what, "settled by hand, left alone"))
+            continue
         if not clashes:
-            carried_here, clashes = _with_uncommitted(change, name, committed, carried, now[name])
+            carried, clashes = _with_uncommitted(change, name, committed, carried, standing, now[name])
         plan.clashes += [(name, change.new or change.old, clash) for clash in clashes]
         if clashes:
-            return  # what travels on is not known
-        how = "deleted" if change.new is None else "the same" if committed == before else "merged"
-        plan.add(name, change, {change.old: None, change.new: carried_here}, now[name], how)
-        before, after = committed, carried
+            continue
+        how = "deleted" if change.new is None else "the same" if committed == change.before else "merged"
+        plan.add(name, change, {change.old: None, change.new: carried}, now[name], how)
 
 
 def _with_uncommitted(
-    change: Change, name: str, committed: bytes, carried: bytes | None, now: Tree
+    change: Change, name: str, committed: bytes, carried: bytes | None, standing: bytes | None, now: Tree
 ) -> tuple[bytes | None, list[Clash]]:
     """What the stage gets: `carried`, joined with what was changed there and not yet committed."""
-    standing = now.get(change.old, now.get(change.new))  # an earlier carry may have renamed it already
     if carried is None:
         uncommitted = standing not in (None, committed)
         return None, [Clash(0, "deleted by the change, and changed here without a commit")] * uncommitted

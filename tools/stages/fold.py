@@ -142,7 +142,7 @@ def _find_moves(old: dict[str, dict[str, Unit]], new: dict[str, dict[str, Unit]]
         for j, (_, right) in enumerate(come):
             least = ALIKE if left.last_name == right.last_name else ALIKE_OF_ANOTHER_NAME
             matcher = difflib.SequenceMatcher(None, left.lines, right.lines, autojunk=False)
-            if left.kind == right.kind and matcher.quick_ratio() >= least and matcher.ratio() >= least:
+            if matcher.quick_ratio() >= least and matcher.ratio() >= least:
                 pairs.append((-matcher.ratio(), i, j))
     came_from, went_to = {}, {}
     for _, i, j in sorted(pairs):

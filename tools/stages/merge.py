@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ _MARKS = ("<" * 7 + " ", "|" * 7 + " ", "=" * 7, ">" * 7 + " ")
 
 @dataclass(frozen=True)
 class Clash:
-    """Lines that both sides changed. `line` is where they stand in `ours`, from 1; 0 is the whole file."""
+    """Lines that both sides changed. `line` is where they begin in `ours`, from 1; 0 is the whole file."""
 
     line: int
     text: str
+    count: int = 0  # how many lines of `ours` they are
 
 
 def merge(ours: bytes, base: bytes, theirs: bytes, labels: tuple[str, str, str]) -> tuple[bytes, list[Clash]]:
@@ -41,6 +43,14 @@ def merge(ours: bytes, base: bytes, theirs: bytes, labels: tuple[str, str, str])
     return done.stdout, _clashes(done.stdout.decode(errors="replace")) if done.returncode else []
 
 
+def is_settled(clash: Clash, ours: bytes, since: bytes) -> bool:
+    """Whether somebody has changed the clashing lines of `ours`, of which `since` is the later version."""
+    first, last = clash.line - 1, clash.line - 1 + clash.count
+    matcher = difflib.SequenceMatcher(None, ours.splitlines(), since.splitlines(), autojunk=False)
+    changed = [(a, b) for tag, a, b, _, _ in matcher.get_opcodes() if tag != "equal"]
+    return clash.line > 0 and any(a <= last and b >= first for a, b in changed)
+
+
 def _clashes(merged: str) -> list[Clash]:
     """The marked places of a merge, each with its line in `ours`."""
     clashes, line, side, start, lines = [], 1, None, 0, []
@@ -57,6 +67,6 @@ def _clashes(merged: str) -> list[Clash]:
         if side is not None:
             lines.append(text)
         if mark == 3 and side is not None:
-            clashes.append(Clash(start, "\n".join(lines)))
+            clashes.append(Clash(start, "\n".join(lines), line - start))
             side = None
     return clashes

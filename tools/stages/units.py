@@ -48,10 +48,10 @@ def split(source: str, is_python: bool) -> list[Unit]:
         else:
             owners = [("module", "")] * len(lines)
             _mark(body, "", lines, owners, 0)
-    numbers: dict[tuple[str, str], list[int]] = {}
-    for number, owner in enumerate(owners):
-        numbers.setdefault(owner, []).append(number)
-    units = [_unit(kind, name, lines, mine) for (kind, name), mine in numbers.items()]
+    numbers: dict[str, list[int]] = {}
+    for number, (_, name) in enumerate(owners):
+        numbers.setdefault(name, []).append(number)
+    units = [_unit(owners[mine[0]][0], name, lines, mine) for name, mine in numbers.items()]
     return [unit for unit in units if unit.lines]
 
 
