@@ -67,7 +67,7 @@ class Engine:
         requests = GenerateRequests.from_arguments(
             self.tokenizer,
             scheduler.model_config,
-            self.server_args.dp_size,
+            self.server_args,
             prompt=prompt,
             input_ids=input_ids,
             sampling_params=sampling_params,

@@ -28,12 +28,14 @@ FEATURES = {
     "eagle": "EAGLE speculative decoding",
     "tree": "draft trees (topk above 1)",
     "page_tree": "draft trees with pages of more than one token",
-    "sampling_verify": "verification by sampling",
+    "spec_scheduler": "speculation inside the scheduler",
+    "sampling_verify": "verification of trees by sampling, with its thresholds",
     "nextn": "the alias NEXTN",
     "eagle3": "EAGLE-3",
     "token_map": "the token map of the draft's head",
     "cuda_graph": "CUDA graphs",
     "dp_attention": "data-parallel attention",
+    "dp_eagle": "EAGLE under data-parallel attention",
     "overlap": "overlapped scheduling",
     "standalone": "an independent draft model",
     "ngram": "n-gram drafting",
@@ -274,6 +276,11 @@ def _requests(given: dict[str, Any], defaults: dict[str, Any]):
                 yield name, "page_tree"
         elif name in _FLAG_FEATURES:
             yield name, _FLAG_FEATURES[name]
+        if given.get("speculative_algorithm") is not None:
+            if name == "enable_dp_attention":
+                yield name, "dp_eagle"
+            elif name in ("chunked_prefill_size", "max_prefill_tokens"):
+                yield name, "spec_scheduler"
 
 
 def _check_relations(values: dict[str, Any], given: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def first_sizes(keys):
 def static_inputs(engine):
     """The packed inputs of each size."""
     worker = engine.scheduler.draft_worker
-    return engine.scheduler.tp_worker.static_inputs if worker is None else worker.round_graphs.inputs
+    return engine.scheduler.tp_worker.decode_graphs.inputs if worker is None else worker.round_graphs.inputs
 
 
 def forwards_of(engine, work):

@@ -23,11 +23,10 @@ import torch
 from ..configs.model_config import ModelConfig
 from ..layers.dp_attention import check_shards
 from ..server_args import ServerArgs
-from ..speculative.spec_info import SpeculativeAlgorithm
 from .dp_messages import pack_request, take_news
 from .rank_process import RankProcess
 from .schedule_batch import FinishReason, Req
-from .scheduler import average_correct_drafts
+from .scheduler_counters import average_correct_drafts
 
 DIST_TIMEOUT = 300  # [s] for a step, if nothing is asked for; upstream's watchdog waits as long
 _START_TIMEOUT = 1800  # [s] for loading, compiling and capturing, which dist_timeout says nothing about
@@ -46,7 +45,6 @@ class DataParallelController:
         self.server_args = server_args
         self.dp_size = server_args.dp_size
         self.dist_timeout = server_args.dist_timeout or DIST_TIMEOUT
-        self.spec_algorithm = SpeculativeAlgorithm.from_string(server_args.speculative_algorithm)
         self.model_config = ModelConfig.from_path(server_args.model_path, server_args.context_length)
         check_shards(self.model_config.intermediate_size, self.dp_size)
         if server_args.device == "cuda" and torch.cuda.device_count() < self.dp_size:

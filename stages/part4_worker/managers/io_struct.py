@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..configs.model_config import ModelConfig
 from ..sampling.sampling_params import SamplingParams
+from ..server_args import ServerArgs
 from .detokenizer import IncrementalDetokenizer
 from .schedule_batch import Logprobs, Req
 
 if TYPE_CHECKING:
-    from .data_parallel_controller import DataParallelController
     from .scheduler import Scheduler
 
 MAX_TOP_LOGPROBS = 64
@@ -31,15 +31,15 @@ class GenerateRequests:
     tokenizer: Any
     is_batch: bool
     reqs: list[Req]
+    is_speculative: bool
     reported: list[bool] = field(default_factory=list)  # streaming: whether the final dict went out
-    is_speculative: bool = False
 
     @classmethod
     def from_arguments(
         cls,
         tokenizer: Any,
         model_config: ModelConfig,
-        dp_size: int,
+        server_args: ServerArgs,
         *,
         prompt: str | list[str] | None,
         input_ids: list[int] | list[list[int]] | None,
@@ -55,7 +55,7 @@ class GenerateRequests:
     ) -> GenerateRequests:
         """Raises ValueError, naming the prompt by number where there are several."""
         if routed_dp_rank is not None:
-            _check_rank(routed_dp_rank, dp_size)
+            _check_rank(routed_dp_rank, server_args.dp_size)
         for name, value in (("return_hidden_states", return_hidden_states), ("stream", stream)):
             _check_flag(name, value)
         ids, is_batch = _token_ids(tokenizer, prompt, input_ids)
@@ -96,10 +96,10 @@ class GenerateRequests:
             raise ValueError("rid: two prompts of the call have the same id")
         for req in reqs:
             req.routed_dp_rank = routed_dp_rank
-        return cls(tokenizer, is_batch, reqs, [False] * count)
+        return cls(tokenizer, is_batch, reqs, server_args.speculative_algorithm is not None, [False] * count)
 
-    def admit(self, scheduler: Scheduler | DataParallelController, new_seed: Callable[[], int]) -> None:
-        self.is_speculative = not scheduler.spec_algorithm.is_none()
+    def admit(self, scheduler: Scheduler, new_seed: Callable[[], int]) -> None:
+        """Give the requests to a scheduler, or to whatever stands in its place behind the same door."""
         live = scheduler.live_rids()
         for req in self.reqs:
             if req.rid in live:

@@ -26,7 +26,7 @@ from ..speculative.spec_info import SpeculativeAlgorithm
 
 if TYPE_CHECKING:
     from .detokenizer import IncrementalDetokenizer
-    from .tp_worker import GenerationBatchResult
+    from .generation_result import GenerationBatchResult
 
 NOT_FINITE = (
     "the model's logits hold NaN or infinity for this request, so no token can be chosen: "
@@ -245,6 +245,8 @@ class ModelWorkerBatch:
     return_hidden_states: bool
     input_logprobs: HostLogprobRequest | None
     output_logprobs: tuple[int, np.ndarray] | None  # see ScheduleBatch.logprob_shape
+    spec_algorithm: SpeculativeAlgorithm
+    spec_info: Any  # what the requests bring along from their last round, an EagleDraftInput, or None
     global_step: GlobalStep  # what the ranks of DP attention agreed on
 
     @property
@@ -405,6 +407,8 @@ class ScheduleBatch:
             return_hidden_states=needs_hidden,
             input_logprobs=self.input_logprobs,
             output_logprobs=self.logprob_shape() if self.return_logprob else None,
+            spec_algorithm=self.spec_algorithm,
+            spec_info=self.spec_info,
             global_step=self.global_step,
         )
 

@@ -8,10 +8,8 @@ how far each request has got.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,7 @@ from ..speculative.eagle_worker import EAGLEWorker
 from ..speculative.spec_info import SpeculativeAlgorithm
 from .schedule_batch import FinishReason, Req, ScheduleBatch
 from .schedule_policy import PrefillAdder
+from .scheduler_counters import Counters, average_correct_drafts
 from .scheduler_dp_attn_mixin import SchedulerDPAttnMixin
 from .scheduler_output_processor import SchedulerOutputProcessorMixin
 from .tp_worker import TpModelWorker
@@ -41,39 +40,6 @@ NEW_TOKEN_RATIO_DECAY = 0.001
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Counters:
-    """What `get_server_info()` shows; reset by `flush_cache`."""
-
-    forward_ct_prefill: int = 0
-    forward_ct_decode: int = 0
-    num_retractions: int = 0
-    num_finished: int = 0
-    completion_tokens: int = 0
-    spec_verify_ct: int = 0
-    spec_num_proposed_drafts: int = 0
-    spec_correct_drafts_histogram: list[int] = field(default_factory=list)
-    schedule_seconds: float = 0.0
-    run_seconds: float = 0.0
-    process_seconds: float = 0.0
-
-    def add_finished(self, req: Req) -> None:
-        self.num_finished += 1
-        self.completion_tokens += len(req.output_ids)
-        self.spec_verify_ct += req.spec_verify_ct
-        self.spec_num_proposed_drafts += req.spec_num_proposed_drafts
-        pairs = itertools.zip_longest(
-            self.spec_correct_drafts_histogram, req.spec_correct_drafts_histogram, fillvalue=0
-        )
-        self.spec_correct_drafts_histogram = [a + b for a, b in pairs]
-
-
-def average_correct_drafts(histogram: list[int]) -> float:
-    """Correct drafts per verification, where histogram[n] verifications had n; 0 if there was none."""
-    rounds = sum(histogram)
-    return sum(n * count for n, count in enumerate(histogram)) / rounds if rounds else 0.0
 
 
 class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
@@ -93,8 +59,8 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
             self.decode_mem_cache_buf_multiplier = self.draft_worker.max_slots_per_step()
         self._init_memory()
         self.graphs = CudaGraphRunner(server_args, [w.model_runner for w in self.workers])
-        # A speculative engine never decodes plainly.
-        (self.draft_worker or self.tp_worker).init_cuda_graphs(self.graphs)
+        # The last one's steps are those that are run: a speculative engine never decodes plainly.
+        self.workers[-1].init_cuda_graphs(self.graphs)
         self.graphs.capture_all()
         # To make one for each step takes longer than to enter it.
         self._inference_mode = torch.inference_mode()
@@ -105,7 +71,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         self.max_running_requests = args.max_running_requests
         self.max_total_num_tokens = profile_max_num_tokens(args, [w.model_runner for w in self.workers])
         logger.info("%d KV slots, %d requests at once", self.max_total_num_tokens, self.max_running_requests)
-        # The tree of a request at its context limit sticks out over the end of its row.
+        # The drafts of a request at its context limit stick out over the end of its row.
         width = self.model_config.context_len + self.decode_mem_cache_buf_multiplier
         self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, width, self.device)
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(self.max_total_num_tokens, args.page_size)

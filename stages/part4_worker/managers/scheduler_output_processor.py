@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..model_executor.device_io import upload
+from .generation_result import GenerationBatchResult
 from .schedule_batch import Req, ScheduleBatch
-from .tp_worker import GenerationBatchResult
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler

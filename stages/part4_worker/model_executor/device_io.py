@@ -9,7 +9,6 @@ reads from the device but torch_native, the reference, so `counts` tells how oft
 from __future__ import annotations
 
 import itertools
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ counts = {"uploads": 0, "downloads": 0}
 _MAX_GAP = 16  # bytes between two tensors that are copied as one stretch
 
 
-def _padded(count: int) -> int:
+def padded(count: int) -> int:
     """Room for `count` int64: kernels are compiled apart for addresses that are no multiple of 16 bytes."""
     return count + count % 2
 
@@ -28,7 +27,7 @@ def _padded(count: int) -> int:
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     """Copy integer arrays to `device` in one transfer; returns int64 tensors of the same shapes."""
     arrays = [np.asarray(a) for a in arrays]
-    sizes = [_padded(a.size) for a in arrays]
+    sizes = [padded(a.size) for a in arrays]
     packed, start = np.zeros(sum(sizes), dtype=np.int64), 0
     for array, size in zip(arrays, sizes, strict=True):
         packed[start : start + array.size] = array.reshape(-1)
@@ -130,38 +129,3 @@ def download(*tensors: torch.Tensor) -> list[np.ndarray]:
     readback = Readback()
     readback.copy(*tensors)
     return readback.wait()
-
-
-class PackedBuffer:
-    """Integer arrays at fixed addresses on the host and the device: what a CUDA graph reads its inputs from.
-
-    Write to `host`, call `send`, read `device`; both are lists in the order of `shapes`. `send` may be
-    recorded in the graph itself: it then reads what the host holds when the graph is replayed.
-    """
-
-    def __init__(self, device: torch.device, shapes: list[tuple[int, ...]]):
-        sizes = [_padded(math.prod(shape)) for shape in shapes]
-        self._source = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._target = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-
-        def parts(packed: torch.Tensor) -> list[torch.Tensor]:
-            flat = zip(packed.split(sizes), shapes, strict=True)
-            return [t[: math.prod(shape)].view(shape) for t, shape in flat]
-
-        self.host = [t.numpy() for t in parts(self._source)]
-        self.device = parts(self._target)
-
-    def fill(self, *arrays: np.ndarray) -> None:
-        """Write arrays that may have fewer rows than there is room for; the rest becomes zero."""
-        counts["uploads"] += 1
-        for place, array in zip(self.host, arrays, strict=True):
-            place[: len(array)] = array
-            if len(array) < len(place):
-                place[len(array) :] = 0
-
-    def no_rows(self) -> list[np.ndarray]:
-        """Arrays for `fill` that leave nothing but padding."""
-        return [place[:0] for place in self.host]
-
-    def send(self) -> None:
-        self._target.copy_(self._source, non_blocking=True)

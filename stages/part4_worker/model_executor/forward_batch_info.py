@@ -134,7 +134,11 @@ class ForwardBatch:
             seq_lens_cpu=batch.seq_lens,
             extend_seq_lens_cpu=counts,
             last_rows=last_rows if batch.forward_mode.is_extend() else None,
-            capture_hidden_mode=batch.capture_hidden_mode,
+            # A draft model is fed with the state of every row.
+            capture_hidden_mode=CaptureHiddenMode.FULL
+            if batch.spec_algorithm.is_eagle()
+            else batch.capture_hidden_mode,
+            spec_info=batch.spec_info,
             input_logprobs=None
             if logprob is None
             else LogprobRequest(extra_tensors[0], extra_tensors[1], logprob.top_num, extra_tensors[2]),

@@ -1,4 +1,4 @@
-"""EAGLE's draft model for Llama targets. Restates sglang/srt/models/llama_eagle.py (9c05c6898e, #2640).
+"""EAGLE's draft model for Llama targets. Restates sglang/srt/models/llama_eagle.py (#2640).
 
 One Llama layer over a fused input: the embedding of token p+1 and the target's hidden state at p (what
 enters its LM head), 2h wide, brought down to h by `fc`. The first layer has no input norm, there is no

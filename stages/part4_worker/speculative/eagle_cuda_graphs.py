@@ -19,17 +19,18 @@ import torch
 from ..layers.logits_processor import LogitsProcessorOutput
 from ..managers.schedule_batch import ScheduleBatch
 from ..model_executor.cuda_graph_runner import CudaGraphRunner
-from ..model_executor.device_io import PackedBuffer, Readback
+from ..model_executor.device_io import Readback
 from ..model_executor.forward_batch_info import ForwardMode
 from ..model_executor.model_runner import ModelRunner
+from ..model_executor.packed_buffer import PackedBuffer
 from .eagle_info import EagleDraftInput, EagleStep, EagleVerifyInput, EagleVerifyOutput
 
 if TYPE_CHECKING:
-    from .eagle_worker import EAGLEWorker
+    from .eagle_forwards import EagleForwards
 
 
 class EagleCudaGraphs:
-    def __init__(self, worker: EAGLEWorker, graphs: CudaGraphRunner):
+    def __init__(self, worker: EagleForwards, graphs: CudaGraphRunner):
         self.worker, self.graphs = worker, graphs
         self.inputs: dict[int, PackedBuffer] = {}
         self._views: dict[tuple[int, int], EagleVerifyInput | EagleDraftInput] = {}

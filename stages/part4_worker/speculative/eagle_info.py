@@ -20,7 +20,7 @@ from ..layers.sampler import target_probs
 from ..sampling.sampling_batch_info import SamplingBatchInfo
 
 if TYPE_CHECKING:
-    from ..managers.tp_worker import GenerationBatchResult
+    from ..managers.generation_result import GenerationBatchResult
 
 
 @dataclass

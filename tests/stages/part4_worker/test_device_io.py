@@ -8,7 +8,8 @@ import torch
 
 from stages.part4_worker.kernels.packed import empty_side_by_side
 from stages.part4_worker.model_executor import device_io
-from stages.part4_worker.model_executor.device_io import PackedBuffer, Readback, download, upload
+from stages.part4_worker.model_executor.device_io import Readback, download, upload
+from stages.part4_worker.model_executor.packed_buffer import PackedBuffer
 
 CPU = torch.device("cpu")
 

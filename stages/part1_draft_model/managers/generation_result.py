@@ -1,0 +1,62 @@
+"""What a step gives each request. Restates GenerationBatchResult of sglang/srt/managers/scheduler.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..layers.logprobs import LogprobRows
+from ..model_executor.device_io import Readback
+
+
+@dataclass
+class GenerationBatchResult:
+    """What one step gives each request: on the device until `read`, on the host after it.
+
+    Request i gets tokens next_token_ids[i, j] for every j with accept_index[i, j] ≥ 0; all columns (one)
+    where nothing was drafted. Rows of the flat fields are i · width + j.
+    """
+
+    next_token_ids: torch.Tensor | np.ndarray  # [bs, width]
+    # [bs] on the device a number, finite only where the target's logits held no NaN or infinity; on the host
+    # a list of bool
+    is_finite: torch.Tensor | list[bool]
+    # [bs, width] number of the drafted token, −1 behind the accepted
+    accept_index: torch.Tensor | np.ndarray | None = None
+    logprobs: LogprobRows | None = None  # rows: [bs · width]
+    hidden_states: torch.Tensor | np.ndarray | None = None  # [bs · width, hidden] float32
+    input_logprobs: LogprobRows | None = None  # rows as in ModelWorkerBatch.input_logprobs
+    readback: Readback | None = field(default=None, repr=False)
+    tokens: list[list[int]] = field(default_factory=list)  # on the host: each request's tokens
+
+    _PLAIN = ("next_token_ids", "is_finite", "accept_index", "hidden_states")
+    _SCORED = ("logprobs", "input_logprobs")
+
+    def start_read(self, readback: Readback | None = None) -> GenerationBatchResult:
+        """Send everything on its way to the host; whatever is launched from now on need not be waited for."""
+        self.readback = readback or Readback()
+        plain = [getattr(self, n) for n in self._PLAIN if getattr(self, n) is not None]
+        scored = [t for n in self._SCORED if getattr(self, n) is not None for t in getattr(self, n)]
+        self.readback.copy(*plain, *scored)
+        return self
+
+    def read(self) -> GenerationBatchResult:
+        """The same on the host: the one blocking read of a step."""
+        arrays = iter(self.readback.wait())
+        fields = {n: next(arrays) for n in self._PLAIN if getattr(self, n) is not None}
+        for n in self._SCORED:
+            if getattr(self, n) is not None:
+                fields[n] = LogprobRows(*(next(arrays) for _ in LogprobRows._fields))
+        result = GenerationBatchResult(**fields)
+        # Every request asks for its own: a list answers faster than an array.
+        result.is_finite = np.isfinite(result.is_finite).tolist()
+        result.tokens = fields["next_token_ids"].tolist()
+        if self.accept_index is not None:
+            paths = fields["accept_index"].tolist()
+            result.tokens = [
+                row if path[-1] >= 0 else row[: path.index(-1)]
+                for row, path in zip(result.tokens, paths, strict=True)
+            ]
+        return result

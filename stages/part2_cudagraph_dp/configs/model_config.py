@@ -1,0 +1,169 @@
+"""A checkpoint's config.json, as far as the engine needs it. Restates sglang/srt/configs/model_config.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ..models.paths import resolve_model_path
+
+TARGET_ARCHITECTURES = ("LlamaForCausalLM",)
+DRAFT_ARCHITECTURES = ("LlamaForCausalLMEagle",)
+
+LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: Path
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict | None
+    context_len: int
+    attention_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    eos_token_ids: frozenset[int]
+    torch_dtype: str
+    fc_bias: bool  # draft heads only
+
+    @classmethod
+    def from_path(
+        cls, model_path: str, context_length: int | None = None, is_draft_model: bool = False
+    ) -> ModelConfig:
+        """Read a model folder, a name in the cache or a hub id.
+
+        `context_length` overrides the checkpoint's own (a draft always gets its target's).
+
+        Raises:
+            ValueError: no such model, an architecture that is not supported here, or a key that is missing.
+        """
+        path = resolve_model_path(model_path)
+        raw = _read_json(path / "config.json")
+        architectures = raw.get("architectures") or ["(none named)"]
+        supported = DRAFT_ARCHITECTURES if is_draft_model else TARGET_ARCHITECTURES
+        if architectures[0] not in supported:
+            role = "draft" if is_draft_model else "target"
+            raise ValueError(
+                f"{path}: architecture {architectures[0]} is not supported as a {role} model here, "
+                f"only {', '.join(supported)}"
+            )
+        missing = [
+            k
+            for k in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+            if k not in raw
+        ]
+        if missing:
+            raise ValueError(f"{path / 'config.json'} lacks {', '.join(missing)}")
+        rope = {
+            k: v
+            for k, v in (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).items()
+            if v is not None
+        }
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in ("default", "llama3"):
+            raise ValueError(
+                f"{path}: rotary scaling {rope_type!r} is not supported here, only 'llama3' or none"
+            )
+        if rope_type == "llama3" and (lacking := [k for k in LLAMA3_ROPE_KEYS if k not in rope]):
+            raise ValueError(f"{path}: the rotary scaling of config.json lacks {', '.join(lacking)}")
+        # Each would load without a complaint and give other numbers than the model's.
+        for key, expected in (
+            ("hidden_act", "silu"),
+            ("quantization_config", None),
+            ("partial_rotary_factor", 1.0),
+        ):
+            if raw.get(key, expected) not in (expected, None):
+                raise ValueError(
+                    f"{path}: {key}={raw[key]!r} in config.json is not supported here, only {expected!r}"
+                )
+        trained_for = raw.get("max_position_embeddings", 2048)
+        if context_length is not None and context_length > trained_for and not is_draft_model:
+            raise ValueError(
+                f"context_length {context_length} is more than the {trained_for} positions that {path.name} "
+                "was trained for: lower it"
+            )
+        eos = _generation_config(path).get("eos_token_id", raw.get("eos_token_id"))
+        eos = [eos] if isinstance(eos, int) else eos or []
+        heads = raw["num_attention_heads"]
+        return cls(
+            path=path,
+            architecture=architectures[0],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_hidden_layers=raw.get("num_hidden_layers", 1),
+            num_attention_heads=heads,
+            num_key_value_heads=raw.get("num_key_value_heads", heads),
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            vocab_size=raw["vocab_size"],
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+            rope_scaling=rope if rope_type == "llama3" else None,
+            context_len=context_length or trained_for,
+            attention_bias=raw.get("attention_bias", False),
+            mlp_bias=raw.get("mlp_bias", False),
+            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            eos_token_ids=frozenset(t for t in eos if t < raw["vocab_size"]),
+            torch_dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32"),
+            fc_bias=raw["bias"] if "bias" in raw else _has_tensor(path, "fc.bias"),
+        )
+
+
+def draft_config(path: str, target: ModelConfig) -> ModelConfig:
+    """A draft head's config, read as its target needs it.
+
+    Raises:
+        ValueError: the head was made for another target.
+    """
+    config = ModelConfig.from_path(path, target.context_len, is_draft_model=True)
+    for name, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
+        own, wanted = getattr(config, name), getattr(target, name)
+        if own != wanted:
+            raise ValueError(
+                f"the draft head {config.path} has {what} {own}, the target {target.path} {wanted}: "
+                "a head works only with the target it was trained for"
+            )
+    return replace(config, torch_dtype=target.torch_dtype)
+
+
+def _generation_config(path: Path) -> dict:
+    file = path / "generation_config.json"
+    return _read_json(file) if file.exists() else {}
+
+
+def _read_json(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, not a table")
+    return content
+
+
+def open_weights(file: Path, device: Any = "cpu") -> Any:
+    """`safe_open` with an error that names the file."""
+    try:
+        return safe_open(file, framework="pt", device=str(device))
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}): fetch or convert it again") from error
+
+
+def _has_tensor(path: Path, name: str) -> bool:
+    for file in path.glob("*.safetensors"):
+        with open_weights(file) as weights:
+            if name in weights.keys():  # noqa: SIM118 - a safetensors handle is not a dict
+                return True
+    return False

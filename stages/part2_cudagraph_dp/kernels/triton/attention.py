@@ -1,0 +1,309 @@
+"""Attention over the KV pool in Triton: one program per request, KV head, block of query rows and split.
+
+A small batch has few such programs and a long context keeps each of them busy for long, so the prefix is then
+split among several. Each split leaves its part of the softmax in scratch memory and draws a ticket; whoever
+draws the last one combines the parts. Tickets go back to zero by themselves, so a CUDA graph can replay them.
+
+Lengths, tables and masks must be older than the launch right before this one, which writes the queries and
+the rows' own keys and values: they are read before that one is waited for.
+
+Restates upstream's layers/attention/triton_ops/{decode,extend}_attention.py with one kernel for decoding,
+prefill and tree verification. The query heads of a group are folded into the rows of one tile, so keys and
+values are read once per group and heads need not be a power of two.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from ..host_metadata import HostMetadata
+from .launch import begin, dependent, row_strided, wait_for_inputs
+
+_BLOCK_N = 64  # a tile of tree columns is then one word of the mask
+# Split or not, and nothing in between: each number of splits is a kernel of its own to compile.
+_SPLITS = 16
+_MIN_SHARE = 3  # a few tiles in one program take no longer than putting parts together
+_SPLIT_GROUPS = 64  # with more groups of programs than this the GPU is busy without
+_INTERPRETED_SPLIT_GROUPS = 0  # the interpreter runs programs one after another
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def slots_at(table, position, inside, PAGE: tl.constexpr):
+    """Slots of a request's positions; with pages, `table` is read only where a page begins."""
+    if PAGE == 1:
+        return tl.load(table + position, mask=inside, other=0).to(tl.int64)
+    offset = position % PAGE
+    return (tl.load(table + position - offset, mask=inside, other=0) + offset).to(tl.int64)
+
+
+@triton.jit
+def _columns_of(tile, whole_tiles, border, stop, BLOCK_N: tl.constexpr):
+    """First column of a tile, and the column where it ends if not before."""
+    behind = tile >= whole_tiles
+    start = tl.where(behind, border + (tile - whole_tiles) * BLOCK_N, tile * BLOCK_N)
+    return start, tl.where(behind, stop, border)
+
+
+@triton.jit
+def _keys_and_values(k_head, v_head, slot, inside, slot_stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK_N, BLOCK_D] each. Columns that are not inside are read as zero, whatever lies there."""
+    dim = tl.arange(0, BLOCK_D)
+    offset = slot[:, None] * slot_stride + dim[None, :]
+    loaded = inside[:, None] & (dim[None, :] < D)
+    return tl.load(k_head + offset, mask=loaded, other=0), tl.load(v_head + offset, mask=loaded, other=0)
+
+
+@triton.jit
+def _accumulate(
+    q,
+    acc,
+    top,
+    total,
+    key,
+    value,
+    visible,
+    factor,
+    PRECISION: tl.constexpr,
+):
+    """One tile of online softmax."""
+    score = tl.dot(q, tl.trans(key), input_precision=PRECISION) * factor  # [BLOCK_M, BLOCK_N]
+    score = tl.where(visible, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+    weight = tl.exp2(score - base[:, None])
+    decay = tl.exp2(top - base)
+    total = total * decay + tl.sum(weight, 1)
+    acc = acc * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+    return acc, new_top, total
+
+
+@triton.jit
+def _attention_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    req_to_token,
+    req_pool_indices,
+    prefix_lens,
+    kv_lens,
+    q_start_loc,
+    tree_mask,
+    parts,
+    tickets,
+    factor,
+    q_stride,
+    k_stride,
+    table_stride,
+    mask_stride_b,
+    mask_stride_q,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    WORDS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    request = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    first_row = tl.program_id(2) // SPLITS * BLOCK_M
+    part = tl.program_id(2) % SPLITS
+    begin_row = tl.load(q_start_loc + request)
+    q_len = (tl.load(q_start_loc + request + 1) - begin_row).to(tl.int32)
+    if first_row >= q_len * GROUP:
+        return
+    prefix = tl.load(prefix_lens + request).to(tl.int32)
+    kv_len = tl.load(kv_lens + request).to(tl.int32)
+    table = req_to_token + tl.load(req_pool_indices + request) * table_stride
+    k_head = k_cache + kv_head * D
+    v_head = v_cache + kv_head * D
+
+    # Tiles of columns: those that every row sees, then those behind the prefix, which the tree mask rules.
+    # Without a mask there is one kind, and a row sees what does not lie behind its own position.
+    if HAS_MASK:
+        border = tl.minimum(prefix, kv_len)
+        stop = kv_len
+    else:
+        last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
+        stop = tl.minimum(prefix + last_token + 1, kv_len)
+        border = stop
+    whole_tiles = tl.cdiv(border, BLOCK_N)
+    tiles = whole_tiles + tl.cdiv(stop - border, BLOCK_N)
+    share = tl.cdiv(tiles, SPLITS)
+    if SPLITS > 1:
+        share = tl.maximum(share, MIN_SHARE)
+    parts_used = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
+    if part >= parts_used:
+        return
+    tile = part * share
+    last_tile = tl.minimum(tile + share, tiles)
+    column = tl.arange(0, BLOCK_N)
+    start, limit = _columns_of(tile, whole_tiles, border, stop, BLOCK_N)
+    slot = slots_at(table, start + column, start + column < limit, PAGE)
+    # Row m of the tile is query token m // GROUP, head m % GROUP of this group.
+    m = first_row + tl.arange(0, BLOCK_M)
+    token = m // GROUP
+    row_inside = token < q_len
+    if HAS_MASK:  # a tile behind the prefix is one word of the mask, and mostly there is one such tile
+        words = tree_mask + request * mask_stride_b + token * mask_stride_q
+        first_bits = tl.load(words, mask=row_inside & (WORDS > 0), other=0)
+    wait_for_inputs(PDL)
+
+    dim = tl.arange(0, BLOCK_D)
+    io_mask = row_inside[:, None] & (dim[None, :] < D)
+    head = kv_head * GROUP + m % GROUP
+    row_of_query = (begin_row + token)[:, None] * q_stride + (head * D)[:, None]
+    query = tl.load(q + row_of_query + dim[None, :], mask=io_mask, other=0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    while tile < last_tile:
+        here = start + column
+        inside = here < limit
+        key, value = _keys_and_values(k_head, v_head, slot, inside, k_stride, D, BLOCK_D)
+        if HAS_MASK:
+            word = tile - whole_tiles
+            bits = tl.load(words + word, mask=row_inside & (word > 0) & (word < WORDS), other=0)
+            bits = tl.where(word == 0, first_bits, bits)
+            seen = ((bits[:, None] >> column[None, :].to(tl.int64)) & 1) != 0
+            visible = (seen | (tile < whole_tiles)) & inside[None, :]
+        else:
+            visible = (here[None, :] <= prefix + token[:, None]) & inside[None, :]
+        acc, top, total = _accumulate(query, acc, top, total, key, value, visible, factor, PRECISION)
+        tile += 1
+        start, limit = _columns_of(tile, whole_tiles, border, stop, BLOCK_N)
+        slot = slots_at(table, start + column, (start + column < limit) & (tile < last_tile), PAGE)
+
+    if SPLITS > 1:
+        if parts_used > 1:
+            # Rows of scratch: a part's sums, then its largest scores, then its totals.
+            group = (request * KV_HEADS + kv_head) * (tl.num_programs(2) // SPLITS)
+            group += tl.program_id(2) // SPLITS
+            line = tl.arange(0, BLOCK_M)
+            cell = line[:, None] * BLOCK_D + dim[None, :]
+            SIZE: tl.constexpr = BLOCK_M * (BLOCK_D + 2)
+            mine = parts + (group * SPLITS + part) * SIZE
+            tl.store(mine + cell, acc, mask=row_inside[:, None])
+            tl.store(mine + BLOCK_M * BLOCK_D + line, top)
+            tl.store(mine + BLOCK_M * (BLOCK_D + 1) + line, total)
+            tl.debug_barrier()  # all of this program's stores come before its ticket
+            ticket = tl.atomic_add(tickets + group, 1, sem="acq_rel")
+            if ticket < parts_used - 1:
+                return
+            tl.debug_barrier()
+            tl.store(tickets + group, 0)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            for other in tl.static_range(SPLITS):
+                theirs = parts + (group * SPLITS + other) * SIZE
+                there = other < parts_used
+                # Past the first-level cache, which may hold what stood here before.
+                sums = tl.load(theirs + cell, mask=row_inside[:, None] & there, other=0, cache_modifier=".cg")
+                peak = tl.load(
+                    theirs + BLOCK_M * BLOCK_D + line, mask=there, other=float("-inf"), cache_modifier=".cg"
+                )
+                count = tl.load(
+                    theirs + BLOCK_M * (BLOCK_D + 1) + line, mask=there, other=0, cache_modifier=".cg"
+                )
+                new_top = tl.maximum(top, peak)
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
+                decay, weight = tl.exp2(top - base), tl.exp2(peak - base)
+                total = total * decay + count * weight
+                acc = acc * decay[:, None] + sums * weight[:, None]
+                top = new_top
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    target = ((begin_row + token) * (KV_HEADS * GROUP) + head) * D
+    tl.store(out + target[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=io_mask)
+
+
+@functools.cache
+def _tickets(device: torch.device) -> torch.Tensor:
+    """One counter for each group of splits; zero between launches. A capture's warm-up makes them."""
+    return torch.zeros(_SPLIT_GROUPS, dtype=torch.int32, device=device)
+
+
+def attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    q_start_loc: torch.Tensor,
+    max_q_len: int,
+    scale: float,
+    page_size: int,
+    tree_mask: torch.Tensor | None = None,
+    host: HostMetadata | None = None,
+) -> torch.Tensor:
+    """See the native twin. `host` is not used: the kernel reads the lengths where they are."""
+    q_heads, dim = q.shape[1:]
+    kv_heads = k_cache.shape[1]
+    group = q_heads // kv_heads
+    q = row_strided(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    bs = kv_lens.shape[0]
+    if bs == 0 or q.shape[0] == 0:
+        return out
+    # A few tile heights, chosen by what kind of step this is and never by the batch.
+    tile_rows = max_q_len * group
+    # float32 runs without tensor cores, for tests: there a tall tile only spills registers.
+    exact = q.dtype == torch.float32
+    block_m = next((size for size in (16, 32, 64) if tile_rows <= size), 128)
+    block_m = min(block_m, 32) if exact else block_m
+    mask = req_pool_indices if tree_mask is None else row_strided(tree_mask)
+    blocks = triton.cdiv(tile_rows, block_m)
+    groups = bs * kv_heads * blocks
+    splits = _SPLITS if groups <= (_SPLIT_GROUPS if q.is_cuda else _INTERPRETED_SPLIT_GROUPS) else 1
+    tickets = _tickets(q.device)
+    parts, block_d = tickets, max(16, triton.next_power_of_2(dim))
+    if splits > 1:
+        parts = torch.empty(groups * splits * block_m * (block_d + 2), dtype=torch.float32, device=q.device)
+    _attention_kernel[(bs, kv_heads, blocks * splits)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        req_to_token,
+        *(t.contiguous() for t in (req_pool_indices, prefix_lens, kv_lens, q_start_loc)),
+        mask,
+        parts,
+        tickets,
+        scale * _LOG2_E,
+        q.stride(0),
+        k_cache.stride(0),
+        req_to_token.stride(0),
+        0 if tree_mask is None else mask.stride(0),
+        0 if tree_mask is None else mask.stride(1),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        D=dim,
+        BLOCK_D=block_d,
+        BLOCK_M=block_m,
+        BLOCK_N=_BLOCK_N,
+        PAGE=page_size,
+        HAS_MASK=tree_mask is not None,
+        WORDS=0 if tree_mask is None else mask.shape[2],
+        PRECISION="ieee" if exact else "tf32",
+        SPLITS=splits,
+        MIN_SHARE=_MIN_SHARE,
+        num_warps=8 if block_m > 64 or (exact and block_m > 16) else 4,
+        num_stages=2,
+        **dependent(q),
+    )
+    return out

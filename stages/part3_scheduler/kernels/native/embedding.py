@@ -1,0 +1,26 @@
+"""What enters a draft model, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def embed_with_hidden(
+    input_ids: torch.Tensor,
+    embed_tokens: torch.Tensor,
+    hidden_states: torch.Tensor,
+    hidden_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The embedding of each token and, behind it, the hidden state that it is paired with.
+
+    Args:
+        input_ids: int64 [rows].
+        embed_tokens: [V, hidden].
+        hidden_states: [any, hidden] in the same type.
+        hidden_rows: int64 [rows], row of hidden_states for each token; None if they go one by one.
+
+    Returns [rows, 2 · hidden].
+    """
+    paired = hidden_states if hidden_rows is None else hidden_states[hidden_rows]
+    return torch.cat([F.embedding(input_ids, embed_tokens), paired], dim=-1)

@@ -1,0 +1,20 @@
+"""Which speculative algorithm runs. Restates sglang/srt/speculative/spec_info.py."""
+
+from __future__ import annotations
+
+from enum import IntEnum, auto
+
+
+class SpeculativeAlgorithm(IntEnum):
+    NONE = auto()
+    EAGLE = auto()
+
+    def is_none(self) -> bool:
+        return self == SpeculativeAlgorithm.NONE
+
+    def is_eagle(self) -> bool:
+        return self == SpeculativeAlgorithm.EAGLE
+
+    @staticmethod
+    def from_string(name: str | None) -> SpeculativeAlgorithm:
+        return SpeculativeAlgorithm.NONE if name is None else SpeculativeAlgorithm[name]
