@@ -16,6 +16,7 @@ if str(REPO) not in sys.path:
 import pytest  # noqa: E402
 
 from tests.contract.harness import Engines, Stage, Zoo  # noqa: E402
+from tests.contract.subset import is_chosen  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -50,16 +51,31 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("stage", stages, ids=[s.name for s in stages], indirect=True, scope="session")
 
 
+def _needed(item: pytest.Item) -> set[str]:
+    """Features that a test is marked with, and those that its parameters ask for."""
+    wanted = {feature for mark in item.iter_markers("needs") for feature in mark.args}
+    params = item.callspec.params
+    if (tree := params.get("tree")) is not None:
+        wanted |= {"eagle", "spec_scheduler"}  # the suite looks into every round
+        if tree[1] > 1:
+            wanted |= {"tree", "page_tree"} if params.get("page", 1) > 1 else {"tree"}
+    if params.get("topk", 1) > 1:
+        wanted.add("tree")
+    return wanted
+
+
 def pytest_collection_modifyitems(config, items):
-    """Drop the pairs of test and stage whose feature the stage lacks; its refusal is tested by
-    test_refusals.py.
+    """Drop the pairs of test and stage whose feature the stage lacks (its refusal is tested by
+    test_refusals.py), and where no stage was asked for by name also what subset.py leaves to others.
     """
     kept, dropped = [], []
+    everything = bool(config.getoption("--stage", default=None))
     for item in items:
-        marks = [mark for mark in item.iter_markers("needs")]
         stage = getattr(item, "callspec", None) and item.callspec.params.get("stage")
-        wanted = [feature for mark in marks for feature in mark.args]
-        (kept if stage is None or stage.has(*wanted) else dropped).append(item)
+        runs = stage is None or (
+            stage.has(*_needed(item)) and (everything or is_chosen(stage, item.path.name, item.originalname))
+        )
+        (kept if runs else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept

@@ -48,6 +48,14 @@ class Tree:
         return best
 
 
+def links_of(verify_input) -> tuple[list[list[int]], list[list[int]]]:
+    """First child and next sibling of every row, -1 for none. A chain has no need to say so."""
+    if hasattr(verify_input, "retrieve_next_token"):
+        return verify_input.retrieve_next_token.tolist(), verify_input.retrieve_next_sibling.tolist()
+    bs, n = verify_input.draft_token.shape
+    return [[*range(1, n), -1]] * bs, [[-1] * n] * bs
+
+
 @contextlib.contextmanager
 def drafting(probe, target: RefTarget, accepts: Callable[[object, int], int], last_sibling: bool = False):
     """While open, round r of request q proposes exactly accepts(q, r) tokens that greedy decoding agrees
@@ -64,7 +72,7 @@ def drafting(probe, target: RefTarget, accepts: Callable[[object, int], int], la
         verify_input = real(batch, *args, **kwargs)
         bs = len(batch.reqs)
         tokens = verify_input.draft_token.view(bs, -1)
-        links = verify_input.retrieve_next_token.tolist(), verify_input.retrieve_next_sibling.tolist()
+        links = links_of(verify_input)
         steps = worker.speculative_num_steps
         for i, req in enumerate(batch.reqs):
             tree = Tree(links[0][i], links[1][i])

@@ -23,7 +23,7 @@ class Probe:
         self.rows = self.scheduler.req_to_token_pool
         self.allocator = self.scheduler.token_to_kv_pool_allocator
         self.tree = self.scheduler.tree_cache
-        self.draft_worker = self.scheduler.draft_worker
+        self.draft_worker = getattr(self.scheduler, "draft_worker", None)
 
     # ---- parts ----
 
@@ -34,6 +34,12 @@ class Probe:
     @property
     def draft_runner(self):
         return self.draft_worker.draft_model_runner
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being prepared."""
+        graphs = getattr(self.scheduler, "graphs", None)
+        return graphs is not None and graphs.is_capturing
 
     def kv(self, runner, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of `slots` in a runner's pool: [layers, n, Hk, D] each."""
@@ -134,7 +140,7 @@ class Probe:
         """S = prompt + output − 1 for every running request, host and batch agree, row i is request i."""
         for batch in self.batches():
             assert len(batch.seq_lens) == len(batch.req_pool_indices) == len(batch.reqs)
-            info = batch.spec_info if self.draft_worker is not None else None
+            info = getattr(batch, "spec_info", None) if self.draft_worker is not None else None
             if info is not None and batch.reqs:
                 assert len(info.topk_index) == len(info.topk_p) == len(info.hidden_states) == len(batch.reqs)
             for i, req in self.rows_of(batch):
@@ -221,11 +227,11 @@ class Probe:
 
         Calls that only prepare a CUDA graph belong to no step and are not shown.
         """
-        real, graphs = getattr(owner, name), getattr(self.scheduler, "graphs", None)
+        real = getattr(owner, name)
 
         def call(*args, **kwargs):
             result = real(*args, **kwargs)
-            if graphs is None or not graphs.is_capturing:
+            if not self.is_capturing:
                 see(args, kwargs, result)
             return result
 

@@ -18,7 +18,6 @@ from tests.contract.probe import Probe, swapped
 SHAPES = [(1, 1, 2), (3, 1, 4), (3, 2, 8), (5, 4, 16)]
 
 
-@pytest.mark.needs("eagle", "tree")
 @pytest.mark.parametrize("tree", SHAPES, ids=tree_id)
 @pytest.mark.parametrize("mind", [drafters.perfect, drafters.never])
 def test_forwards_of_a_round(stage, engines, zoo, tree, mind):
@@ -44,8 +43,6 @@ def test_forwards_of_a_round(stage, engines, zoo, tree, mind):
 @pytest.mark.parametrize("tree", [None, *SHAPES], ids=tree_id)
 def test_transfers_of_a_step(stage, engines, zoo, tree):
     """One packed read and one packed upload in every step, prefill or round."""
-    if tree is not None and not stage.has("eagle", "tree"):
-        pytest.fail("this stage needs its own list of shapes")
     counts = stage.module("model_executor.device_io").counts
     engine, prompts = engines.get(tree=tree), zoo.prompts((5, 9, 7), 20)
     seen, rows = [], []
@@ -66,12 +63,12 @@ def test_transfers_of_a_step(stage, engines, zoo, tree):
     assert [step["uploads"] for step in work] == [1 + gone * (tree is not None) for gone in left[: len(work)]]
 
 
-@pytest.mark.needs("eagle", "tree")
+@pytest.mark.needs("spec_scheduler")
 def test_nothing_is_read_between_the_phases(stage, engines, zoo, monkeypatch):
     """No tensor becomes a Python number or a numpy array between the launches of draft, verify and draft
     extend.
     """
-    engine = engines.get(tree=(3, 2, 8))
+    engine = engines.get(tree=stage.shape)
     worker, reads, inside = Probe(engine).draft_worker, [], []
     reference_kernels = {"kernels", "torch_native_backend.py"}
     for name in (
@@ -112,7 +109,7 @@ def test_nothing_is_read_between_the_phases(stage, engines, zoo, monkeypatch):
     assert len(rounds) > 3 and reads == []
 
 
-@pytest.mark.needs("eagle", "tree")
+@pytest.mark.needs("tree")  # a chain is drafted into the slots that it is verified in
 @pytest.mark.parametrize("tree", SHAPES, ids=tree_id)
 def test_draft_slots_reserved_are_draft_slots_written(stage, engines, zoo, tree):
     """(steps − 1) · topk slots, not steps · topk: the first level needs no forward."""
@@ -131,7 +128,7 @@ def test_draft_slots_reserved_are_draft_slots_written(stage, engines, zoo, tree)
     assert sum(reserved) == sum(written) and (tree[0] == 1) == (sum(written) == 0)
 
 
-@pytest.mark.needs("eagle", "page_tree")
+@pytest.mark.needs("spec_scheduler", "page_tree")
 @pytest.mark.parametrize("page", [1, 4])
 def test_nothing_stays_reserved_between_steps(stage, engines, zoo, page):
     """Between steps a request holds the slots of its KV and the rest of its last page, nothing for later."""
@@ -146,7 +143,6 @@ def test_nothing_stays_reserved_between_steps(stage, engines, zoo, page):
     assert max(worst) <= 0
 
 
-@pytest.mark.needs("sampling_verify", "tree")
 @pytest.mark.parametrize("tree", [None, (3, 2, 8)], ids=tree_id)
 def test_no_sort_of_the_vocabulary_unless_somebody_asks(stage, engines, zoo, tree, monkeypatch):
     sorted_widths: list[int] = []
@@ -178,7 +174,7 @@ def test_plain_decoding_pays_nothing_for_speculation(stage, engines, zoo):
     assert modes == ["EXTEND"] + ["DECODE"] * 11 and rows == [14] + [2] * 11
 
 
-@pytest.mark.needs("eagle", "tree")
+@pytest.mark.needs("spec_scheduler", "tree")
 def test_identical_rounds_cost_the_same(stage, engines, zoo):
     """Five equal batches with topk 4 and 32 draft tokens: equal counts each time, pool full, no tensor left
     behind.
@@ -201,7 +197,7 @@ def test_identical_rounds_cost_the_same(stage, engines, zoo):
     assert living[-1] <= living[1] + 8, f"tensors pile up: {living}"
 
 
-@pytest.mark.needs("eagle")
+@pytest.mark.needs("spec_scheduler")
 def test_twenty_identical_runs(stage, engines, zoo):
     """The same prompt again and again: counts stay, the tree does not grow."""
     prompt = zoo.prompts((9,), 16)[0]
@@ -214,7 +210,7 @@ def test_twenty_identical_runs(stage, engines, zoo):
     assert all(s == steps[0] for s in steps) and len(set(cached)) == 1
 
 
-@pytest.mark.needs("eagle", "tree")
+@pytest.mark.needs("spec_scheduler", "tree")
 def test_accepted_tokens_move_without_a_kernel_per_size(stage, engines, zoo):
     """Every accept count at every batch size uses tensors of one shape, so nothing could compile anew."""
     engine = engines.get(tree=(4, 2, 10), page_size=4)

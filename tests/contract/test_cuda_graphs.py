@@ -14,7 +14,7 @@ import torch
 from tests.contract.harness import run, tree_id
 from tests.contract.probe import Probe, swapped
 
-pytestmark = pytest.mark.needs("cuda_graph", "eagle", "tree")
+pytestmark = pytest.mark.needs("cuda_graph")
 
 PLAIN, CHAIN, TREE = None, (3, 1, 4), (3, 4, 8)
 shapes = pytest.mark.parametrize("tree", [PLAIN, CHAIN, TREE], ids=tree_id)
@@ -24,6 +24,7 @@ SIZES = [1, 2, 4, 8]
 EAGER = {"disable_cuda_graph": True}
 NAN = float("nan")
 ROUNDS = ("spec_verify_ct", "spec_correct_drafts_histogram")
+VERIFY = ("verify", "verify_logits")
 
 
 @contextlib.contextmanager
@@ -42,14 +43,19 @@ def replays(engine, see=None):
         yield keys
 
 
-def first_sizes(keys):
+def starts_a_step(stage, key):
+    """Whether a graph is the first of a step. Before trees came, only the verification of a round was one."""
+    return key[0] in ("decode", "decode_logits", *(["draft"] if stage.has("tree") else VERIFY))
+
+
+def first_sizes(stage, keys):
     """The sizes of a run's steps, in order."""
-    return [size for name, size in keys if name in ("draft", "decode", "decode_logits")]
+    return [key[1] for key in keys if starts_a_step(stage, key)]
 
 
 def static_inputs(engine):
     """The packed inputs of each size."""
-    worker = engine.scheduler.draft_worker
+    worker = Probe(engine).draft_worker
     return engine.scheduler.tp_worker.decode_graphs.inputs if worker is None else worker.round_graphs.inputs
 
 
@@ -81,7 +87,7 @@ def test_graph_equals_eager(stage, engines, zoo, tree, page):
     with engines.fresh(tree=tree, page_size=page, cuda_graph_bs=SIZES) as engine:
         with replays(engine) as keys:
             done, counted = forwards_of(engine, lambda: run(engine, prompts, ENDS))
-        assert set(first_sizes(keys)) == set(SIZES) and engine.get_server_info()["is_on"]["cuda_graph"]
+        assert set(first_sizes(stage, keys)) == set(SIZES) and engine.get_server_info()["is_on"]["cuda_graph"]
     assert done.tokens == [zoo.r0(p, **end) for p, end in zip(prompts, ENDS, strict=True)]
     assert_same(done, want)
     assert counted == forwards
@@ -96,7 +102,7 @@ def test_a_batch_over_the_largest_size_runs_eagerly(stage, engines, zoo, tree):
     with replays(engine) as keys:
         done = run(engine, prompts, ENDS, before=lambda probe: rows.append(len(probe.running())))
     assert_same(done, want)
-    assert first_sizes(keys) == [bs for bs in rows if 0 < bs <= 2] and max(rows) == 5
+    assert first_sizes(stage, keys) == [bs for bs in rows if 0 < bs <= 2] and max(rows) == 5
 
 
 @shapes
@@ -188,7 +194,7 @@ def test_padding_rows_are_neutral(stage, engines, zoo, tree):
             size, looked = min(s for s in SIZES if s >= bs), []
 
             def look(key, bs=bs, looked=looked):
-                if key[0] in ("draft", "decode"):
+                if starts_a_step(stage, key):
                     arrays = static_inputs(engine)[key[1]].host
                     looked.append((key[1], all(len(a) == key[1] and not a[bs:].any() for a in arrays)))
                     assert all(a[:bs, ...].any() for a in arrays if a.size), "the real rows are there"
@@ -206,6 +212,9 @@ def spoil(probe):
     engine = probe.engine
     batch, worker = probe.scheduler.running_batch, probe.draft_worker
     if worker is not None:
+        for chains in getattr(worker.round_graphs, "verify_inputs", {}).values():
+            chains.draft_token.fill_(3)
+    if worker is not None and hasattr(worker.round_graphs, "draft_input"):
         static, state = worker.round_graphs.draft_input, batch.spec_info
         owned = 0
         if state is not None and state.hidden_states.data_ptr() == static.hidden_states.data_ptr():
@@ -269,7 +278,7 @@ def test_stale_rows_change_nothing(stage, engines, zoo, tree, page):
         assert mine["output_ids"] == other["output_ids"]
         assert mine["output_ids"] == zoo.r0(prompt, max_new_tokens=len(mine["output_ids"]))
         assert [mine["meta_info"].get(name) == other["meta_info"].get(name) for name in ROUNDS] == [True] * 2
-    sizes = first_sizes(keys)
+    sizes = first_sizes(stage, keys)
     assert [a for a, b in zip(sizes, [*sizes[1:], 0], strict=True) if a != b] == [4, 2, 4, 2]
 
 
@@ -290,7 +299,7 @@ def test_any_size_that_holds_the_batch_gives_the_same(stage, engines, zoo, tree)
 
         with swapped(graphs, "padded_size", padded_size), replays(engine) as keys:
             done = run(engine, prompts, {"max_new_tokens": 24}, before=before)
-        assert set(first_sizes(keys)) == {2, 4, 8}
+        assert set(first_sizes(stage, keys)) == {2, 4, 8}
     assert_same(done, want)
 
 
@@ -323,7 +332,7 @@ def test_the_largest_batch_at_the_context_limit(stage, engines, zoo, topk):
     table, guard = engine.scheduler.req_to_token_pool.req_to_token, []
 
     def look(key):
-        if key[0] == "draft":
+        if starts_a_step(stage, key):
             slots = static_inputs(engine)[4].host[3]
             guard.append(slots.shape)
             assert len(np.unique(slots[slots > 0])) == np.count_nonzero(slots)  # each beam has its own
@@ -332,7 +341,7 @@ def test_the_largest_batch_at_the_context_limit(stage, engines, zoo, topk):
     with replays(engine, look):
         done = run(engine, prompts, {"max_new_tokens": 64})
     assert_same(done, want)
-    assert set(guard) == {(4, topk * 2)} and table.shape[1] >= 32 + tree[2]
+    assert set(guard) == {(4, topk * 2 if stage.has("tree") else 4)} and table.shape[1] >= 32 + tree[2]
     assert [len(t) for t in done.tokens] == [12] * 4
 
 
@@ -362,7 +371,7 @@ def test_short_prompts_are_replayed(stage, engines, zoo, tree):
             done = run(engine, prompts, {"max_new_tokens": 6}, before=spoil, ref=zoo.ref(),
                        ref_head=zoo.ref_head() if tree else None)  # fmt: skip
         assert done.tokens == [zoo.r0(p, max_new_tokens=6) for p in prompts]
-        names = ["prefill"] if tree is None else ["prefill", "draft_prefill"]
+        names = ["prefill", "draft_prefill"] if tree and stage.has("tree") else ["prefill"]
         prefills = [key for key in keys if key[0].endswith("prefill")]
         assert prefills == ([] if size is None else [(name, (size, 8)) for name in names]), lengths
 
@@ -426,10 +435,10 @@ def test_only_what_the_engine_runs_is_prepared(stage, engines, zoo, tree):
         assert graphs.sizes == SIZES and not graphs._graphs
         with replays(engine) as keys:
             run(engine, prompts, {"max_new_tokens": 4})
-        names = {"decode", "decode_logits"} if tree is None else {
-            "draft", "verify_logits", "verify", "draft_extend"
-        }  # fmt: skip
-        used = set(first_sizes(keys))
+        names = {"decode", "decode_logits"} if tree is None else set(VERIFY)
+        if tree is not None and stage.has("tree"):
+            names |= {"draft", "draft_extend"}
+        used = set(first_sizes(stage, keys))
         assert 4 in used and 8 not in used
         prepared = {key for key in graphs._graphs if not key[0].endswith("prefill")}
         assert prepared == {(name, size) for name in names for size in used}
@@ -481,7 +490,7 @@ def test_no_size_has_large_buffers_of_its_own(stage, engines, zoo, tree):
         rows = 1 if tree is None else tree[2]
         assert [len(t) for t in logits] == [size * rows for size in SIZES]
         assert len({t.untyped_storage().data_ptr() for t in logits}) == 1
-        if tree is not None:
+        if tree is not None and stage.has("tree"):
             state = engine.scheduler.draft_worker.round_graphs.draft_input
             assert all(len(getattr(state, field)) == SIZES[-1] for field in state._ROWS)
             places = {id(state)}
@@ -501,7 +510,7 @@ def worker_state(probe):
 def test_the_host_waits_for_the_verification_only(stage, engines, zoo, flags, monkeypatch):
     """The read is on its way before the draft extend is launched, and is waited for after it."""
     device_io, events = stage.module("model_executor.device_io"), []
-    engine, prompts = engines.get(tree=TREE, **flags), zoo.prompts((5, 9, 7), 16)
+    engine, prompts = engines.get(tree=stage.shape, **flags), zoo.prompts((5, 9, 7), 16)
 
     def told(name, real):
         def call(self, *args):

@@ -15,7 +15,7 @@ from tests.contract.probe import Probe
 from tests.contract.reference import simulate
 
 SHAPES = [(3, 1, 4), (3, 2, 8), (3, 4, 8)]
-pytestmark = pytest.mark.needs("eagle", "tree")
+pytestmark = pytest.mark.needs("spec_scheduler")
 
 
 def test_packed_prefill_of_three_prompts(stage, engines, zoo):
@@ -125,13 +125,13 @@ def test_verify_logits_of_every_node(stage, engines, zoo):
     """Each node sees its own ancestors and nothing else: its logits are those of plain
     decoding of its path.
     """
-    prompts, tree = zoo.prompts((5, 9), 12), (3, 4, 16)
+    prompts, tree = zoo.prompts((5, 9), 12), (3, 4, 16) if stage.has("tree") else stage.shape
     engine = engines.get(tree=tree)
     probe, trees, compared = Probe(engine), [], []
 
     def drafted(args, kwargs, result):
         batch, n = args[0], tree[2]
-        links = result.retrieve_next_token.tolist(), result.retrieve_next_sibling.tolist()
+        links = drafters.links_of(result)
         tokens = result.draft_token.view(-1, n).tolist()
         trees.append(
             [
@@ -162,6 +162,7 @@ def test_verify_logits_of_every_node(stage, engines, zoo):
     assert len(compared) >= 6 * tree[2]
 
 
+@pytest.mark.needs("tree")
 def test_a_larger_tree_accepts_no_less(stage, engines, zoo):
     """Adding candidates to a tree of the same depth never lowers what is accepted from the same prefix."""
     prompt = zoo.prompts((9,), 40)[0]
@@ -182,7 +183,7 @@ def test_filter_keeps_every_row_with_its_request(stage, engines, zoo):
     """
     prompts = zoo.prompts((5, 9, 4, 12, 41), 20)
     limits = [1, 20, 1, 7, 12]
-    engine, tree = engines.get(tree=(3, 2, 8), chunked_prefill_size=32), (3, 2, 8)
+    engine, tree = engines.get(tree=stage.shape, chunked_prefill_size=32), stage.shape
     done = run(
         engine, prompts, [{"max_new_tokens": n} for n in limits], ref=zoo.ref(), ref_head=zoo.ref_head()
     )
@@ -194,7 +195,7 @@ def test_filter_keeps_every_row_with_its_request(stage, engines, zoo):
 
 @pytest.mark.parametrize("limits", [[3, 20, 9, 20, 6], [20, 3, 20, 3, 20], [4, 8, 12, 16, 20]])
 def test_rows_after_requests_end_in_any_order(stage, engines, zoo, limits):
-    prompts, tree = zoo.prompts((5, 9, 4, 12, 8), 20), (3, 2, 8)
+    prompts, tree = zoo.prompts((5, 9, 4, 12, 8), 20), stage.shape
     done = run(
         engines.get(tree=tree),
         prompts,
@@ -209,7 +210,7 @@ def test_rows_after_requests_end_in_any_order(stage, engines, zoo, limits):
 
 
 def test_ids_are_64_bit_at_every_entry_of_the_draft(stage, engines, zoo):
-    engine = engines.get(tree=(3, 2, 8))
+    engine = engines.get(tree=stage.shape)
     probe, kinds = Probe(engine), set()
 
     def see(args, kwargs, result):

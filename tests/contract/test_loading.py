@@ -15,8 +15,7 @@ from tests.contract.harness import run, tree_id
 from tests.contract.probe import Probe
 from tests.contract.reference import RefHead, RefTarget
 
-TREE = (3, 2, 8)
-needs_eagle = pytest.mark.needs("eagle", "tree")
+needs_eagle = pytest.mark.needs("eagle")
 
 
 @pytest.fixture
@@ -35,9 +34,9 @@ def test_fc_bias(stage, engines, zoo, tmp_path, bias, flag):
     )
     if flag is not None and flag != bias:
         with pytest.raises(ValueError, match=r"fc\.bias"):
-            engines.fresh(tree=TREE, speculative_draft_model_path=str(folder))
+            engines.fresh(tree=stage.shape, speculative_draft_model_path=str(folder))
         return
-    with engines.fresh(tree=TREE, speculative_draft_model_path=str(folder)) as engine:
+    with engines.fresh(tree=stage.shape, speculative_draft_model_path=str(folder)) as engine:
         prompts = zoo.prompts((5, 9), 8)
         done = run(engine, prompts, {"max_new_tokens": 8}, ref_head=RefHead(folder, zoo.ref()))
         assert done.tokens == [zoo.r0(p, max_new_tokens=8) for p in prompts]
@@ -49,7 +48,7 @@ def test_a_missing_head_tensor_is_refused_by_name(stage, engines, tmp_path, head
     del head[name]
     folder = models.write_head(tmp_path / "head", models.BASE, head)
     with pytest.raises(ValueError, match=name.replace(".", r"\.")):
-        engines.fresh(tree=TREE, speculative_draft_model_path=str(folder))
+        engines.fresh(tree=stage.shape, speculative_draft_model_path=str(folder))
 
 
 @needs_eagle
@@ -68,7 +67,7 @@ def test_a_surplus_head_tensor_is_refused_by_name(stage, engines, tmp_path, head
     head[name] = torch.ones(models.BASE.hidden)
     folder = models.write_head(tmp_path / "head", models.BASE, head)
     with pytest.raises(ValueError, match=name.replace(".", r"\.")):
-        engines.fresh(tree=TREE, speculative_draft_model_path=str(folder))
+        engines.fresh(tree=stage.shape, speculative_draft_model_path=str(folder))
 
 
 @needs_eagle
@@ -76,7 +75,7 @@ def test_a_head_tensor_of_another_shape_is_refused_by_name(stage, engines, tmp_p
     head["fc.weight"] = head["fc.weight"][:, : models.BASE.hidden].contiguous()
     folder = models.write_head(tmp_path / "head", models.BASE, head)
     with pytest.raises(ValueError, match=r"fc\.weight"):
-        engines.fresh(tree=TREE, speculative_draft_model_path=str(folder))
+        engines.fresh(tree=stage.shape, speculative_draft_model_path=str(folder))
 
 
 @pytest.mark.parametrize("change", ["missing", "surplus"])
@@ -105,7 +104,7 @@ def test_target_tensors_are_checked_too(stage, engines, tmp_path, change):
 )
 def test_a_head_for_another_target_is_refused(stage, engines, zoo, other, word):
     with pytest.raises(ValueError, match=word):
-        engines.fresh(tree=TREE, speculative_draft_model_path=str(zoo.head(other)))
+        engines.fresh(tree=stage.shape, speculative_draft_model_path=str(zoo.head(other)))
 
 
 @needs_eagle
@@ -115,7 +114,7 @@ def test_a_head_for_another_target_is_refused(stage, engines, zoo, other, word):
 def test_a_head_of_another_kind_is_refused(stage, engines, tmp_path, head, architecture):
     folder = models.write_head(tmp_path / "head", models.BASE, head, architectures=[architecture])
     with pytest.raises(ValueError, match=architecture):
-        engines.fresh(tree=TREE, speculative_draft_model_path=str(folder))
+        engines.fresh(tree=stage.shape, speculative_draft_model_path=str(folder))
 
 
 @needs_eagle
@@ -132,7 +131,7 @@ def test_an_eagle3_head_under_eagle_is_refused_at_load(stage, engines, tmp_path,
     }
     folder = models.write_head(tmp_path / "head", models.BASE, head)
     with pytest.raises(ValueError):
-        engines.fresh(tree=TREE, speculative_draft_model_path=str(folder))
+        engines.fresh(tree=stage.shape, speculative_draft_model_path=str(folder))
 
 
 @needs_eagle
@@ -148,7 +147,7 @@ def test_a_head_with_a_vocabulary_of_its_own_is_refused(stage, engines, tmp_path
         head["lm_head.weight"] = torch.randn(few, models.BASE.hidden)
     folder = models.write_head(tmp_path / "head", models.BASE, head, **config)
     with pytest.raises(ValueError):
-        engines.fresh(tree=TREE, speculative_draft_model_path=str(folder))
+        engines.fresh(tree=stage.shape, speculative_draft_model_path=str(folder))
 
 
 @pytest.mark.parametrize("architecture", ["MistralForCausalLM", "LlamaForCausalLMEagle"])
@@ -187,7 +186,7 @@ def test_no_parameter_keeps_its_initial_value(stage, engines, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(stage.module("model_executor.model_runner"), "load_model", load)
-    engines.fresh(tree=TREE).shutdown()
+    engines.fresh(tree=stage.shape).shutdown()
     assert len(made) == 2
     for model in made:
         names = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -198,7 +197,7 @@ def test_no_parameter_keeps_its_initial_value(stage, engines, monkeypatch):
 def test_embedding_and_head_are_the_targets_own(stage, engines, zoo):
     """Same storage, for an untied and a tied target; no second copy stays alive."""
     for spec in (models.BASE, models.TIED):
-        engine = engines.get(spec, tree=TREE)
+        engine = engines.get(spec, tree=stage.shape)
         probe = Probe(engine)
         target, draft = probe.target_runner.model, probe.draft_runner.model
         embed, head = target.get_embed_and_head()
@@ -212,7 +211,7 @@ def test_embedding_and_head_are_the_targets_own(stage, engines, zoo):
 @needs_eagle
 @pytest.mark.parametrize("page", [1, 16])
 def test_both_pools_have_the_slots_of_the_allocator(stage, engines, page):
-    probe = Probe(engines.get(tree=TREE, page_size=page, max_total_tokens=1000))
+    probe = Probe(engines.get(tree=stage.shape, page_size=page, max_total_tokens=1000))
     slots = probe.allocator.size + page
     for runner in (probe.target_runner, probe.draft_runner):
         pool = runner.token_to_kv_pool
@@ -227,7 +226,7 @@ def test_the_pool_is_sized_for_both_models(stage, engines, monkeypatch):
     runner = stage.module("model_executor.model_runner")
     budget = 3_000_000
     monkeypatch.setattr(runner, "_free_bytes", lambda *args: budget)
-    for tree in (None, TREE):
+    for tree in (None, stage.shape):
         with engines.fresh(tree=tree, max_total_tokens=None, max_running_requests=64) as engine:
             probe = Probe(engine)
             runners = [probe.target_runner] + ([probe.draft_runner] if tree else [])
@@ -237,13 +236,13 @@ def test_the_pool_is_sized_for_both_models(stage, engines, monkeypatch):
             assert 0.9 * budget <= used <= 1.01 * budget, tree_id(tree)
 
 
-@needs_eagle
+@pytest.mark.needs("spec_scheduler")
 @pytest.mark.parametrize(
     "spec", [models.BASE, models.GROUP3, models.BIASED, models.SCALED_ROPE], ids=lambda spec: spec.name
 )
 def test_features_of_the_head_equal_the_reference(stage, engines, zoo, spec):
     """Golden numerics: no input norm, residual kept, no final norm. Prefill and draft extend alike."""
-    engine = engines.get(spec, tree=TREE)
+    engine = engines.get(spec, tree=stage.shape)
     compared = []
     prompt = zoo.prompts((9,), 12, spec=spec)[0]
 

@@ -50,7 +50,6 @@ def test_plain_equals_r0(stage, engines, zoo, page):
     assert all(set(rounds) == {1} for rounds in done.rounds)
 
 
-@pytest.mark.needs("eagle", "tree")
 @pytest.mark.parametrize("tree", TREES, ids=tree_id)
 def test_tree_matrix(stage, engines, zoo, tree):
     prompts = zoo.prompts(LENGTHS, NEW)
@@ -61,7 +60,6 @@ def test_tree_matrix(stage, engines, zoo, tree):
     assert done.rounds == simulated(zoo, prompts, done.tokens, tree)
 
 
-@pytest.mark.needs("eagle", "page_tree")
 @pytest.mark.parametrize("page", [4, 16])
 @pytest.mark.parametrize("tree", [(3, 1, 4), (3, 2, 8), (5, 4, 16)], ids=tree_id)
 def test_pages(stage, engines, zoo, tree, page):
@@ -77,7 +75,6 @@ def test_pages(stage, engines, zoo, tree, page):
     assert done.rounds == simulated(zoo, prompts, done.tokens, tree)
 
 
-@pytest.mark.needs("eagle", "page_tree")
 @pytest.mark.parametrize("tree", [(3, 1, 4), (3, 4, 8)], ids=tree_id)
 def test_every_prompt_length_of_a_page(stage, engines, zoo, tree):
     """Branches share the last partial page: every remainder of the prompt length modulo the page."""
@@ -94,11 +91,9 @@ def test_every_prompt_length_of_a_page(stage, engines, zoo, tree):
 
 
 @pytest.mark.parametrize("chunk", [8, 7, 1])
-@pytest.mark.parametrize("tree", [None, (3, 2, 8)], ids=tree_id)
+@pytest.mark.parametrize("tree", [None, (3, 1, 4), (3, 2, 8)], ids=tree_id)
 def test_chunked_prefill(stage, engines, zoo, tree, chunk):
     """At the end of a chunk the next prompt token is known, and the draft must be fed that one."""
-    if tree is not None and not stage.has("eagle", "tree"):
-        pytest.fail("this stage needs its own list of shapes")
     prompts = zoo.prompts(LENGTHS, NEW)
     done = run(
         engines.get(tree=tree, chunked_prefill_size=chunk),
@@ -112,7 +107,7 @@ def test_chunked_prefill(stage, engines, zoo, tree, chunk):
         assert done.rounds == simulated(zoo, prompts, done.tokens, tree)
 
 
-@pytest.mark.needs("eagle", "tree")
+@pytest.mark.needs("spec_scheduler")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -126,7 +121,7 @@ def test_chunked_prefill(stage, engines, zoo, tree, chunk):
 )
 def test_flags_that_must_not_matter(stage, engines, zoo, flags):
     """Same work, same answer: tokens and accept counts."""
-    prompts, tree = zoo.prompts(LENGTHS, NEW), (3, 2, 8)
+    prompts, tree = zoo.prompts(LENGTHS, NEW), stage.shape
     done = run(
         engines.get(tree=tree, **flags),
         prompts,
@@ -138,10 +133,10 @@ def test_flags_that_must_not_matter(stage, engines, zoo, flags):
     assert done.rounds == simulated(zoo, prompts, done.tokens, tree)
 
 
-@pytest.mark.needs("eagle", "tree")
+@pytest.mark.needs("spec_scheduler")
 @pytest.mark.parametrize("batch", [1, 2, 3, 5])
 def test_batch_and_order_do_not_matter(stage, engines, zoo, batch):
-    prompts, tree = zoo.prompts(LENGTHS, NEW)[:batch][::-1], (3, 4, 8)
+    prompts, tree = zoo.prompts(LENGTHS, NEW)[:batch][::-1], stage.shape
     done = run(
         engines.get(tree=tree), prompts, {"max_new_tokens": NEW}, ref=zoo.ref(), ref_head=zoo.ref_head()
     )
@@ -168,7 +163,6 @@ def test_other_llamas(stage, engines, zoo, spec, tree):
         assert done.rounds == simulated(zoo, prompts, done.tokens, tree, spec)
 
 
-@pytest.mark.needs("eagle", "tree")
 @pytest.mark.parametrize("tree", [(3, 1, 4), (3, 2, 8)], ids=tree_id)
 def test_bfloat16_differs_only_where_two_tokens_are_nearly_tied(stage, engines, zoo, tree):
     """The first difference to plain decoding lies where plain decoding itself saw two tokens
@@ -191,7 +185,7 @@ def test_bfloat16_differs_only_where_two_tokens_are_nearly_tied(stage, engines, 
             assert top[0][0] - top[1][0] < BF16_GAP and b[first] in (top[0][1], top[1][1])
 
 
-@pytest.mark.needs("eagle")
+@pytest.mark.needs("spec_scheduler")
 def test_drafts_are_accepted_and_rejected(stage, zoo):
     """The models are useful: in the runs above some drafts are right and some are wrong."""
     prompts = zoo.prompts(LENGTHS, NEW)

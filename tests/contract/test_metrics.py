@@ -10,7 +10,7 @@ from tests.contract import drafters
 from tests.contract.harness import accepted, run, tree_id
 from tests.contract.probe import Probe
 
-pytestmark = pytest.mark.needs("eagle", "tree")
+pytestmark = pytest.mark.needs("spec_scheduler")
 SHAPES = [(1, 1, 2), (3, 1, 4), (3, 2, 8)]
 
 
@@ -65,7 +65,7 @@ def test_no_round_at_all(stage, engines, zoo):
 
 def test_the_engine_counts_what_its_requests_count(stage, engines, zoo):
     prompts = zoo.prompts((5, 9, 7, 12), 20)
-    engine = engines.get(tree=(3, 2, 8))
+    engine = engines.get(tree=stage.shape)
     done = run(engine, prompts, [{"max_new_tokens": n} for n in (20, 1, 13, 6)])
     info = engine.get_server_info()
     metas = [r["meta_info"] for r in done.results]

@@ -19,7 +19,6 @@ PENALTIES = [
 ]
 
 
-@pytest.mark.needs("eagle", "tree")
 @pytest.mark.parametrize("tree", SHAPES, ids=tree_id)
 @pytest.mark.parametrize("penalty", PENALTIES, ids=lambda p: ",".join(f"{k}={v}" for k, v in p.items()))
 def test_penalties_equal_plain_decoding(stage, engines, zoo, tree, penalty):
@@ -32,7 +31,6 @@ def test_penalties_equal_plain_decoding(stage, engines, zoo, tree, penalty):
     assert done.tokens == [zoo.r0(p, **q) for p, q in zip(prompts, params, strict=True)]
 
 
-@pytest.mark.needs("eagle", "tree")
 @pytest.mark.parametrize("tree", SHAPES, ids=tree_id)
 @pytest.mark.parametrize(
     "penalty",
@@ -66,7 +64,6 @@ def test_a_loved_token_inside_one_accepted_run(stage, engines, zoo, tree, penalt
         assert run(engine, prompts, {"max_new_tokens": 16, **penalty}).tokens == want
 
 
-@pytest.mark.needs("eagle", "tree")
 @pytest.mark.parametrize("tree", SHAPES, ids=tree_id)
 def test_a_banned_token_never_appears(stage, engines, zoo, tree):
     """Bias −100 on tokens that greedy decoding likes, under drafts that propose them, and +100 forces one."""
@@ -85,7 +82,6 @@ def test_a_banned_token_never_appears(stage, engines, zoo, tree):
             assert run(engine, prompts, params).tokens == want
 
 
-@pytest.mark.needs("eagle", "tree")
 @pytest.mark.parametrize("tree", SHAPES[1:], ids=tree_id)
 def test_penalties_survive_filter_and_retraction(stage, engines, zoo, tree):
     """Counts follow their request when others leave and when it is pushed out of a small pool."""
@@ -95,7 +91,7 @@ def test_penalties_survive_filter_and_retraction(stage, engines, zoo, tree):
     assert done.tokens == [zoo.r0(p, **q) for p, q in zip(prompts, params, strict=True)]
 
 
-@pytest.mark.needs("eagle")
+@pytest.mark.needs("spec_scheduler")
 def test_unpenalised_batches_keep_no_counts(stage, engines, zoo):
     engine = engines.get(tree=(3, 1, 4))
     seen = []

@@ -17,7 +17,6 @@ def cached(done):
     return [result["meta_info"]["cached_tokens"] for result in done.results]
 
 
-@pytest.mark.needs("eagle", "tree")
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("tree", [(3, 1, 4), TREE], ids=tree_id)
 def test_a_warm_prefix_drafts_like_a_cold_one(stage, engines, zoo, tree, page):
@@ -75,7 +74,6 @@ def test_the_next_turn_of_a_conversation_hits_all_that_was_said(stage, engines, 
         assert cached(done) == [len(prompt) + len(out) - 1]
 
 
-@pytest.mark.needs("eagle", "tree")
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("tree", [(3, 1, 4), TREE], ids=tree_id)
 def test_rejected_drafts_never_enter_the_tree(stage, engines, zoo, tree, page):
@@ -100,12 +98,12 @@ def test_rejected_drafts_never_enter_the_tree(stage, engines, zoo, tree, page):
     assert len(probe.tree.match_prefix(wrong, len(wrong) - 1).device_indices) <= len(prompt)
 
 
-@pytest.mark.needs("eagle", "tree")
+@pytest.mark.needs("spec_scheduler")
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_a_hit_never_reads_unwritten_draft_kv(stage, engines, zoo, chunk):
     """Both pools start as NaN; whatever the tree hands out must have been written by the drafter too."""
     base = zoo.prompts((24,), 12)[0]
-    engine = engines.get(tree=TREE, chunked_prefill_size=chunk)
+    engine = engines.get(tree=stage.shape, chunked_prefill_size=chunk)
     probe = Probe(engine)
     probe.poison()
     for prompt in (base, base[:17], [*base, 4, 5, 6], base):
@@ -138,7 +136,7 @@ def test_without_the_cache_nothing_is_kept(stage, engines, zoo, tree):
         assert probe.allocator.available_size() == probe.allocator.size and not list(probe.tree_nodes())
 
 
-@pytest.mark.needs("eagle", "tree")
+@pytest.mark.needs("spec_scheduler")
 def test_multi_turn_hit_rate_is_that_of_plain_decoding(stage, engines, zoo):
     """Four conversations of three turns: speculation costs no hits at the same occupancy."""
     openers = zoo.prompts((8, 12, 9, 15), 10)
@@ -153,7 +151,7 @@ def test_multi_turn_hit_rate_is_that_of_plain_decoding(stage, engines, zoo):
             ]
         return hits
 
-    plain, drafted = total(None), total(TREE)
+    plain, drafted = total(None), total(stage.shape)
     assert drafted == plain > 0
 
 

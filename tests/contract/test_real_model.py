@@ -13,7 +13,7 @@ from tests.contract.harness import GAP, run
 from tests.contract.probe import Probe
 from tests.contract.reference import RefHead, RefTarget, simulate
 
-pytestmark = [pytest.mark.model, pytest.mark.needs("eagle", "tree")]
+pytestmark = pytest.mark.model
 NEW = 48
 CHAIN, TREE = (3, 1, 4), (3, 4, 8)
 QUESTIONS = (

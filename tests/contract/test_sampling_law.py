@@ -83,7 +83,6 @@ def big(engines, spec, tree, **more):
     return engines.get(spec, tree=tree, max_running_requests=256, max_total_tokens=16384, **more)
 
 
-@pytest.mark.needs("sampling_verify", "tree")
 @pytest.mark.parametrize("tree", TREES, ids=tree_id)
 def test_joint_law_at_temperature_one(stage, engines, zoo, tree):
     spec, prompt = models.TOY8, [3, 1, 4, 1, 5]
@@ -92,7 +91,6 @@ def test_joint_law_at_temperature_one(stage, engines, zoo, tree):
     assert len(set(outputs)) > 20
 
 
-@pytest.mark.needs("sampling_verify", "tree")
 @pytest.mark.parametrize(
     "filters",
     [
@@ -122,7 +120,6 @@ def test_filters_plain(stage, engines, zoo, filters):
     check_law(zoo.ref(spec), prompt, draw(big(engines, spec, None), prompt, filters), **filters)
 
 
-@pytest.mark.needs("sampling_verify", "tree")
 @pytest.mark.parametrize("tree", [(2, 1, 3), (2, 2, 6)], ids=tree_id)
 def test_the_final_draw_has_a_number_of_its_own(stage, engines, zoo, tree):
     """A draft that is always the most probable token, so every rejection comes with a large used-up number.
@@ -136,10 +133,10 @@ def test_the_final_draw_has_a_number_of_its_own(stage, engines, zoo, tree):
 
     def draft(batch, *args, **kwargs):
         verify_input = real(batch, *args, **kwargs)
-        bs, links = len(batch.reqs), (verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
+        bs, links = len(batch.reqs), drafters.links_of(verify_input)
         tokens = verify_input.draft_token.view(bs, -1)
         for i, req in enumerate(batch.reqs):
-            shape, paths = drafters.Tree(links[0][i].tolist(), links[1][i].tolist()), {0: req.all_token_ids()}
+            shape, paths = drafters.Tree(links[0][i], links[1][i]), {0: req.all_token_ids()}
             for row, kids in enumerate(shape.children):
                 order = torch.argsort(ref.run(paths[row]).logits[-1], descending=True, stable=True).tolist()
                 for kid, token in zip(kids, order, strict=False):
@@ -151,14 +148,12 @@ def test_the_final_draw_has_a_number_of_its_own(stage, engines, zoo, tree):
     check_law(ref, prompt, outputs)
 
 
-@pytest.mark.needs("sampling_verify", "tree")
 @pytest.mark.parametrize("tree", [(2, 1, 3), (2, 2, 6)], ids=tree_id)
 def test_a_head_that_knows_nothing_does_not_bend_the_law(stage, engines, zoo, tree):
     spec, prompt = models.TOY8, [7, 0, 2]
     check_law(zoo.ref(spec), prompt, draw(big(engines, spec, tree, skill=0.0), prompt, {}))
 
 
-@pytest.mark.needs("sampling_verify", "tree")
 @pytest.mark.parametrize("tree", [(2, 1, 3), (2, 2, 6)], ids=tree_id)
 def test_poisoned_memory_does_not_bend_the_law(stage, engines, zoo, tree):
     """NaN in every free slot before every step: a buffer that is read before it is written would show."""
@@ -171,7 +166,6 @@ def test_poisoned_memory_does_not_bend_the_law(stage, engines, zoo, tree):
         assert draw(engine, prompt, {}, 200) == clean
 
 
-@pytest.mark.needs("sampling_verify", "tree")
 @pytest.mark.parametrize("tree", TREES, ids=tree_id)
 def test_greedy_requests_in_a_mixed_batch_stay_exact(stage, engines, zoo, tree):
     prompts = zoo.prompts((5, 9, 13, 7), 20)
@@ -192,7 +186,6 @@ def test_greedy_requests_in_a_mixed_batch_stay_exact(stage, engines, zoo, tree):
         assert done.tokens[i] == zoo.r0(prompts[i], max_new_tokens=20)
 
 
-@pytest.mark.needs("sampling_verify", "tree")
 @pytest.mark.parametrize("tree", TREES, ids=tree_id)
 def test_a_seed_fixes_the_text(stage, engines, zoo, tree):
     """The same seed gives the same text whatever the batch; different seeds differ; unseeded requests too."""
@@ -213,7 +206,7 @@ def test_a_seed_fixes_the_text(stage, engines, zoo, tree):
     assert len({tuple(t) for t in text([None] * 16, [prompt] * 16)}) > 12
 
 
-@pytest.mark.needs("sampling_verify")
+@pytest.mark.needs("spec_scheduler")
 def test_two_engines_with_one_random_seed_agree(stage, engines, zoo):
     prompts = zoo.prompts((5, 9), 20)
 
@@ -224,7 +217,7 @@ def test_two_engines_with_one_random_seed_agree(stage, engines, zoo):
     assert outputs() == outputs()
 
 
-@pytest.mark.needs("sampling_verify", "tree")
+@pytest.mark.needs("sampling_verify")
 def test_acceptance_thresholds_below_one_are_lossy_and_accept_more(stage, engines, zoo):
     """With threshold 0 every draft is accepted; at the default nothing of this happens."""
     prompts, tree = zoo.prompts((5, 9), 20), (3, 1, 4)

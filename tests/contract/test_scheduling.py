@@ -50,7 +50,6 @@ def test_a_small_pool_evicts_then_retracts_and_never_raises(stage, engines, zoo,
 
 @pytest.mark.parametrize("step", [2, 3, 5, 8])
 @pytest.mark.parametrize("tree", [(3, 1, 4), TREE], ids=tree_id)
-@pytest.mark.needs("eagle", "tree")
 def test_retraction_at_every_step(stage, engines, zoo, tree, step):
     """Push back all requests but one just before step `step`: no draft state survives, the output is R0's."""
     prompts = zoo.prompts((9, 12, 7), 24)
@@ -106,11 +105,11 @@ def test_a_prompt_larger_than_the_pool_is_turned_away(stage, engines, zoo, tree)
     assert reason["type"] == "abort" and "64" in reason["message"] and "70" in reason["message"]
 
 
-@pytest.mark.needs("eagle", "tree")
+@pytest.mark.needs("spec_scheduler")
 def test_a_full_pool_of_locked_cache_keeps_moving(stage, engines, zoo):
     """Many requests over a pool that stays nearly full: each step commits something, outputs are R0's."""
     prompts = zoo.prompts((9, 12, 7, 14, 10, 8, 6, 11), 16)
-    engine, sizes = engines.get(tree=TREE, max_total_tokens=96), []
+    engine, sizes = engines.get(tree=stage.shape, max_total_tokens=96), []
 
     def after(probe):
         sizes.append(probe.allocator.available_size() / probe.allocator.size)
@@ -166,12 +165,12 @@ def test_abort_at_any_moment(stage, engines, zoo, tree, where):
             assert done.tokens[i] == truth
 
 
-@pytest.mark.needs("eagle", "tree")
+@pytest.mark.needs("spec_scheduler")
 @pytest.mark.parametrize("phase", ["draft", "verify", "forward_draft_extend_after_decode"])
 def test_abort_inside_a_step(stage, engines, zoo, phase):
     """The flag is raised between two phases of a step; rows keep their requests."""
     prompts = zoo.prompts((9, 12, 7), 24)
-    engine, calls = engines.get(tree=TREE), []
+    engine, calls = engines.get(tree=stage.shape), []
     probe = Probe(engine)
     worker = probe.draft_worker
 
@@ -218,7 +217,6 @@ def test_requests_join_a_running_loop(stage, engines, zoo, tree):
     Probe(engine).check_idle()
 
 
-@pytest.mark.needs("eagle", "page_tree")
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("tree", [(3, 1, 4), TREE], ids=tree_id)
@@ -258,12 +256,12 @@ def test_storm(stage, engines, zoo, tree, page, seed):
             assert done.tokens[i] == truth
 
 
-@pytest.mark.needs("eagle", "page_tree")
+@pytest.mark.needs("spec_scheduler", "page")
 @pytest.mark.parametrize("page", [4, 16, 64])
 def test_many_requests_leave_the_pool_full(stage, engines, zoo, page):
     """Mixed lengths, one by one and together; after each finish INV-POOL, at the end everything is free."""
     pool = zoo.prompts((1, 3, 8, 15, 16, 17, 21), 12)
-    engine = engines.get(tree=TREE, page_size=page, max_total_tokens=1024, max_running_requests=8)
+    engine = engines.get(tree=stage.shape, page_size=page, max_total_tokens=1024, max_running_requests=8)
     run(engine, pool[:1], {"max_new_tokens": 7})
     rng = random.Random(page)
     prompts = [rng.choice(pool) for _ in range(120)]
@@ -275,7 +273,6 @@ def test_many_requests_leave_the_pool_full(stage, engines, zoo, page):
     assert len(probe.rows.free_slots) == probe.rows.size
 
 
-@pytest.mark.needs("eagle", "page_tree")
 @pytest.mark.parametrize("tree", SHAPES, ids=tree_id)
 def test_pages_follow_lengths(stage, engines, zoo, tree):
     """A running request holds ceil(kv_len / page) pages after every step: no stranded tail, none too few."""

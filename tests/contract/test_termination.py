@@ -40,7 +40,6 @@ def test_max_new_tokens_is_exact(stage, engines, zoo, tree):
         assert result["meta_info"]["finish_reason"] == {"type": "length", "length": n}
 
 
-@pytest.mark.needs("eagle", "tree")
 @pytest.mark.parametrize("kind", ["stop_token_ids", "eos"])
 @pytest.mark.parametrize("tree", [(k, 1, k + 1) for k in range(1, 7)] + [(3, 2, 8)], ids=tree_id)
 def test_end_token_anywhere_in_an_accepted_run(stage, engines, zoo, tree, kind, tmp_path):

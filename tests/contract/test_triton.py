@@ -22,7 +22,7 @@ GPU = {"device": "cuda" if torch.cuda.is_available() else "cpu", "attention_back
 SHAPES = [None, (1, 1, 2), (3, 1, 4), (3, 4, 8), (5, 4, 16)]
 
 
-@pytest.mark.needs("triton", "eagle", "page_tree")
+@pytest.mark.needs("triton")
 @pytest.mark.parametrize("page, tree", [(1, None), (1, (2, 1, 3)), (4, (2, 2, 4))])
 def test_short_runs(stage, engines, zoo, page, tree):
     prompts = zoo.prompts(LENGTHS, NEW)[:2]
@@ -33,7 +33,7 @@ def test_short_runs(stage, engines, zoo, page, tree):
 
 
 @pytest.mark.gpu
-@pytest.mark.needs("triton", "eagle", "page_tree")
+@pytest.mark.needs("triton")
 @pytest.mark.parametrize("page", [1, 4, 16])
 @pytest.mark.parametrize("tree", SHAPES, ids=lambda t: tree_id(t) if t else "plain")
 def test_tokens_and_rounds(stage, engines, zoo, tree, page):
@@ -45,27 +45,27 @@ def test_tokens_and_rounds(stage, engines, zoo, tree, page):
 
 
 @pytest.mark.gpu
-@pytest.mark.needs("triton", "eagle", "tree")
+@pytest.mark.needs("triton", "spec_scheduler")
 def test_kv_of_every_layer(stage, engines, zoo):
     prompts = zoo.prompts(LENGTHS, NEW)
-    engine = engines.get(tree=(3, 4, 8), **GPU)
+    engine = engines.get(tree=stage.shape, **GPU)
     run(engine, prompts, {"max_new_tokens": NEW}, ref=zoo.ref(), ref_head=zoo.ref_head())
 
 
 @pytest.mark.gpu
-@pytest.mark.needs("triton", "eagle", "tree")
+@pytest.mark.needs("triton", "spec_scheduler")
 def test_chunks_and_retraction(stage, engines, zoo):
     """A pool that cannot hold everybody, and prompts read in pieces, change nothing."""
     prompts = zoo.prompts(LENGTHS, NEW)
     small = {"max_total_tokens": 44, "chunked_prefill_size": 7, "disable_radix_cache": True}
-    engine = engines.get(tree=(3, 4, 8), **small, **GPU)
+    engine = engines.get(tree=stage.shape, **small, **GPU)
     done = run(engine, prompts, {"max_new_tokens": NEW})
     assert done.tokens == [zoo.r0(p, max_new_tokens=NEW) for p in prompts]
     assert engine.get_server_info()["num_retractions"] > 0
 
 
 @pytest.mark.gpu
-@pytest.mark.needs("triton", "eagle", "sampling_verify")
+@pytest.mark.needs("triton")
 @pytest.mark.parametrize("tree", [None, (3, 4, 8)], ids=lambda t: tree_id(t) if t else "plain")
 def test_seeds_decide_alone(stage, engines, zoo, tree):
     """A seeded sample depends on neither batch nor order; different seeds differ."""

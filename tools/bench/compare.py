@@ -263,10 +263,11 @@ def notes(rows: Sequence[Row], new_tokens: int, repeats: int) -> list[str]:
             "Fewer forwards need not mean more tokens/s here: a CPU has no idle arithmetic, so a forward "
             "over a tree of 8 costs several times one over a single token. What carries over is tokens/round."
         )
-    elif not any(row.info["is_on"]["cuda_graph"] for row in rows):
+    elif eager := [row.stage for row in rows if not row.info["is_on"]["cuda_graph"]]:
         found.append(
-            "No CUDA graphs: a step's time is that of launching its kernels one by one, and a round of EAGLE "
-            "launches several times as many as a step of plain decoding."
+            f"No CUDA graphs in {', '.join(dict.fromkeys(eager))}: a step's time is that of launching its "
+            "kernels one by one, and a round of EAGLE launches several times as many as a step of plain "
+            "decoding."
         )
     return found
 

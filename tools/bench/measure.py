@@ -77,27 +77,36 @@ class Run:
         return (self.seconds - self.prefill_seconds) / self.steps if self.steps else 0.0
 
 
+def draft_worker(engine: Any) -> Any | None:
+    """The draft model's worker; None without speculation."""
+    return getattr(engine.scheduler, "draft_worker", None)
+
+
+def steps_of(engine: Any) -> list[tuple[Any, str]]:
+    """The methods that make a step: the scheduler's, or those that an offline loop goes through."""
+    is_loop = hasattr(engine.scheduler, "decode")
+    return [(engine.scheduler, name) for name in (("prefill", "decode") if is_loop else ("step",))]
+
+
 def step_phases(engine: Any) -> Spots:
     """The parts of a speculative step and its prefill, or the one forward of plain decoding."""
-    scheduler = engine.scheduler
-    draft = scheduler.draft_worker
+    scheduler, draft = engine.scheduler, draft_worker(engine)
     if draft is None:
         return {"forward": [(scheduler.tp_worker, "forward_batch_generation")]}
     return {
         "prefill": [(draft, "forward_target_extend"), (draft, "forward_draft_extend")],
-        "draft": [(draft, "draft")],
+        "draft": [(draft, "draft"), (scheduler, "draft")],
         "verify": [(draft, "verify")],
         "draft extend": [(draft, "forward_draft_extend_after_decode")],
-        "commit": [(draft, "commit")],
+        "commit": [(draft, "commit"), (scheduler, "commit")],
     }
 
 
 def model_forwards(engine: Any) -> Spots:
     """The forwards of the target and of the draft; the rest is what the host does around them."""
-    scheduler = engine.scheduler
-    spots = {"target": [(scheduler.tp_worker.model_runner, "forward")]}
-    if scheduler.draft_worker is not None:
-        spots["draft"] = [(scheduler.draft_worker.model_runner, "forward")]
+    spots = {"target": [(engine.scheduler.tp_worker.model_runner, "forward")]}
+    if (draft := draft_worker(engine)) is not None:
+        spots["draft"] = [(draft.model_runner, "forward")]
     return spots
 
 
@@ -166,24 +175,22 @@ def timed_run(
     """Answer the prompts wave by wave, greedily, with nothing cached; each wave is sent at once."""
     scheduler, results = engine.scheduler, []
     engine.flush_cache()
-    prefill_seconds, steps = 0.0, 0
+    prefill_seconds = 0.0
 
-    def step(phase: str, method: Callable[..., Any]) -> Any:
-        nonlocal prefill_seconds, steps
+    def step(phase: str, method: Callable[..., Any], *args: Any) -> Any:
+        nonlocal prefill_seconds
         before, start = scheduler.counters.forward_ct_prefill, time.perf_counter()
-        has_run = method()
+        result = method(*args)
         if scheduler.counters.forward_ct_prefill > before:
             prefill_seconds += time.perf_counter() - start
-        else:
-            steps += has_run
-        return has_run
+        return result
 
-    with wrap({"step": [(scheduler, "step")]}, step):
+    with wrap({"step": steps_of(engine)}, step):
         start = time.perf_counter()
         for prompts in waves:
             results += generate(engine, prompts, new_tokens, ignore_eos=ignore_eos)
         seconds = time.perf_counter() - start
-    return Run.of(results, seconds, prefill_seconds, steps), results
+    return Run.of(results, seconds, prefill_seconds, scheduler.counters.forward_ct_decode), results
 
 
 def synchronizer(engine: Any) -> Callable[[], None]:

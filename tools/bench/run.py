@@ -155,12 +155,15 @@ def run(
     with engine:
         (ids,) = encode_prompts(engine.tokenizer, [prompt], raw)
         info = engine.get_server_info()
+        is_speculative = info["speculative_algorithm"] is not None
+        streams = found.has("spec_scheduler") or not is_speculative  # else a loop answers in one piece
         is_plain = not console.is_terminal or bool(os.environ.get("NO_COLOR"))
-        is_plain = is_plain or info["speculative_algorithm"] is None
+        is_plain = is_plain or not is_speculative or not streams
         painter = Painter(console, _detokenizer(found, engine), is_plain)
         with measure(engine, step_phases(engine), counters=True) as cost:
             with refusals():
-                stream = engine.generate(input_ids=ids, sampling_params=params, stream=True)
+                answer = engine.generate(input_ids=ids, sampling_params=params, stream=streams)
+                stream = answer if streams else [answer]
             for result, step in rounds_of(stream):
                 painter.show(result["text"], step)
     if painter.shown:

@@ -3,8 +3,8 @@
 A round is timed while every request of the batch still runs and nothing is wrapped but `Scheduler.step`.
 Then one more round runs with its CUDA graphs noted, and those graphs are replayed alone, many times, back to
 back: what they take is the device's time, free of launching. What a round on the clock has more is the
-host's. Where no graph is replayed there is no such number on a GPU; on a CPU the models' forwards stand for
-the device.
+host's. Where a forward is in no graph there is no such number on a GPU; on a CPU the models' forwards stand
+for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .measure import model_forwards, step_phases, wrap
+from .measure import draft_worker, model_forwards, step_phases, steps_of, wrap
 
 ROUNDS = 40  # at most; the first quarter is left out
 SAMPLES, REPLAYS = 5, 20
@@ -53,7 +53,7 @@ def steady(engine: Any, prompts: list[list[int]], new_tokens: int) -> Steady:
 
     `new_tokens` is the length of an answer, which limits the number of rounds.
     """
-    scheduler, draft = engine.scheduler, engine.scheduler.draft_worker
+    scheduler, draft = engine.scheduler, draft_worker(engine)
     most = 1 if draft is None else 1 + draft.speculative_num_steps
     measure_parts = _replays if engine.get_server_info()["device"] == "cuda" else _forwards
     found, ids = Steady(len(prompts)), [str(number) for number in range(len(prompts))]
@@ -62,14 +62,17 @@ def steady(engine: Any, prompts: list[list[int]], new_tokens: int) -> Steady:
 
     with ExitStack() as recording:
 
-        def step(phase: str, method: Callable[[], bool]) -> bool:
+        def step(phase: str, method: Callable[..., Any], *args: Any) -> Any:
             nonlocal parts, left
             prefills, start = scheduler.counters.forward_ct_prefill, time.perf_counter()
-            has_run = method()
+            result = method(*args)
             # The way from one step to the next belongs to a round, what stands below does not.
             seconds = time.perf_counter() - start + (start - left)
-            running = [req for req in scheduler.running_batch.reqs if not req.finished()]
-            if scheduler.counters.forward_ct_prefill == prefills and len(running) == len(prompts):
+            is_decode = scheduler.counters.forward_ct_prefill == prefills
+            batch = args[0] if args and is_decode else scheduler.running_batch  # a loop hands on its own
+            running = [req for req in batch.reqs if not req.finished()]
+            # An offline loop goes on to the end, though all that is wanted of it is known.
+            if is_decode and len(running) == len(prompts) and not found.context:
                 if parts is None:
                     found.rounds.append(seconds)
                     room = min(new_tokens - len(req.output_ids) for req in running)
@@ -81,9 +84,9 @@ def steady(engine: Any, prompts: list[list[int]], new_tokens: int) -> Steady:
                     for rid in ids:
                         engine.abort_request(rid)
             left = time.perf_counter()
-            return has_run
+            return result
 
-        with wrap({"step": [(scheduler, "step")]}, step):
+        with wrap({"step": steps_of(engine)}, step):
             wanted = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
             engine.generate(input_ids=prompts, sampling_params=wanted, rid=ids)
     found.rounds = found.rounds[len(found.rounds) // 4 :]
@@ -120,7 +123,7 @@ def _replays(engine: Any) -> Iterator[Callable[[], Parts]]:
     import torch
 
     graphs: list[tuple[str, tuple[Any, Any]]] = []  # phase, graph and its stream
-    phases = ["other"]
+    phases, eager = ["other"], []
     replay = torch.cuda.CUDAGraph.replay
 
     def note(graph: Any) -> None:
@@ -129,7 +132,8 @@ def _replays(engine: Any) -> Iterator[Callable[[], Parts]]:
 
     def parts() -> Parts:
         alone = [(phase, _replay_seconds(replay, [graph])) for phase, graph in graphs]
-        return alone, _replay_seconds(replay, [graph for _, graph in graphs]) if graphs else []
+        is_whole = graphs and not eager
+        return alone, _replay_seconds(replay, [graph for _, graph in graphs]) if is_whole else []
 
     def inside(phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         phases.append(phase)
@@ -138,9 +142,13 @@ def _replays(engine: Any) -> Iterator[Callable[[], Parts]]:
         finally:
             phases.pop()
 
+    def outside(phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        eager.append(phase)
+        return method(*args, **kwargs)
+
     torch.cuda.CUDAGraph.replay = note
     try:
-        with wrap(step_phases(engine), inside):
+        with wrap(step_phases(engine), inside), wrap(model_forwards(engine), outside):
             yield parts
     finally:
         torch.cuda.CUDAGraph.replay = replay

@@ -3,7 +3,7 @@
 The phases are methods that have upstream's names in every stage; they are wrapped. On a GPU an event is
 recorded before and after each, so the device's time is known without waiting for it. A tree stands in buffers
 that the next round overwrites: it is copied on the device, in one operation at the end of the step, and read
-when all is over. Nothing else is added to a step.
+when all is over. Nothing else is added to a step. An offline loop's steps are its prefill and its rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .measure import Spots, synchronizer, wrap
+from .measure import Spots, draft_worker, steps_of, synchronizer, wrap
 from .trace_format import FORMAT, VERSION, Trace
 
 ON_DEVICE = ("prefill", "draft prefill", "forward", "draft", "verify", "draft extend")
@@ -21,17 +21,16 @@ ON_DEVICE = ("prefill", "draft prefill", "forward", "draft", "verify", "draft ex
 
 def trace_phases(engine: Any) -> Spots:
     """Phase → the method that is it."""
-    scheduler = engine.scheduler
-    draft = scheduler.draft_worker
+    scheduler, draft = engine.scheduler, draft_worker(engine)
     if draft is None:
         return {"forward": [(scheduler.tp_worker, "forward_batch_generation")]}
     return {
         "prefill": [(draft, "forward_target_extend")],
         "draft prefill": [(draft, "forward_draft_extend")],
-        "draft": [(draft, "draft")],
+        "draft": [(draft, "draft"), (scheduler, "draft")],
         "verify": [(draft, "verify")],
         "draft extend": [(draft, "forward_draft_extend_after_decode")],
-        "commit": [(draft, "commit")],
+        "commit": [(draft, "commit"), (scheduler, "commit")],
     }
 
 
@@ -40,6 +39,7 @@ class Recorder:
 
     def __init__(self, engine: Any):
         self.scheduler = engine.scheduler
+        self.is_speculative = draft_worker(engine) is not None
         self.synchronize = synchronizer(engine)
         self.is_cuda = engine.get_server_info()["device"] == "cuda"
         self.steps: list[dict[str, Any]] = []
@@ -54,7 +54,7 @@ class Recorder:
         """Record every step inside the block."""
         self.synchronize()
         self.start, self.base = time.perf_counter(), self._event()
-        with wrap({"step": [(self.scheduler, "step")]}, self._step), wrap(trace_phases(engine), self._phase):
+        with wrap({"step": steps_of(engine)}, self._step), wrap(trace_phases(engine), self._phase):
             yield
         self.synchronize()
         for entries, trees in self.unread:
@@ -77,25 +77,28 @@ class Recorder:
         event.record()
         return event
 
-    def _step(self, phase: str, method: Callable[[], bool]) -> bool:
+    def _step(self, phase: str, method: Callable[..., Any], *args: Any) -> Any:
         counters = self.scheduler.counters
         reqs, prefills = list(self.scheduler.live_reqs), counters.forward_ct_prefill
         before = [len(req.output_ids) for req in reqs]
         self.phases, self.rounds = [], []
         start = self._now()
-        has_run = method()
-        if not has_run:
-            return has_run
+        result = method(*args)
+        if result is False:  # there was nothing to run
+            return result
         step = {"kind": "decode", "start_us": start, "end_us": self._now(), "phases": self.phases}
         new = {req.rid: req.output_ids[count:] for req, count in zip(reqs, before, strict=True)}
-        batch = self.scheduler.last_batch
+        batch = self.scheduler.last_batch  # None in an offline loop
         if counters.forward_ct_prefill > prefills:
             step["kind"] = "prefill"
+            rows = [(req, 0, len(req.origin_input_ids)) for req in reqs]  # of a loop, which shares nothing
+            if batch is not None:
+                rows = list(zip(batch.reqs, batch.prefix_lens, batch.seq_lens, strict=True))
             step["requests"] = [
                 {"request": int(req.rid), "cached": int(prefix), "seq_len": int(end), "tokens": new[req.rid]}
-                for req, prefix, end in zip(batch.reqs, batch.prefix_lens, batch.seq_lens, strict=True)
+                for req, prefix, end in rows
             ]
-        elif self.scheduler.draft_worker is not None:
+        elif self.is_speculative:
             step |= {"kind": "verify", "requests": self.rounds}
         else:
             step["requests"] = [
@@ -108,7 +111,7 @@ class Recorder:
                 for req, seq_len, slot in zip(batch.reqs, batch.prefix_lens, batch.out_cache_loc, strict=True)
             ]
         self.steps.append(step)
-        return has_run
+        return result
 
     def _phase(self, phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if phase == "draft":
@@ -133,8 +136,14 @@ class Recorder:
         import torch
 
         verify_input, seq_lens = self.tree
-        fields = ("draft_token", "retrieve_next_token", "retrieve_next_sibling")
-        trees = torch.stack([getattr(verify_input, name)[: len(batch.reqs)] for name in fields])  # [3, bs, n]
+        tokens = verify_input.draft_token[: len(batch.reqs)]
+        if hasattr(verify_input, "retrieve_next_token"):
+            links = verify_input.retrieve_next_token, verify_input.retrieve_next_sibling
+        else:  # a chain: each token's child is the next, and nobody has siblings
+            nobody = torch.full_like(tokens, -1)
+            next_one = torch.arange(1, tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+            links = torch.cat([next_one, nobody[:, :1]], dim=1), nobody
+        trees = torch.stack([tokens, *(link[: len(batch.reqs)] for link in links)])  # [3, bs, n]
         table = batch.req_to_token_pool.req_to_token_host
         found = []
         for i, req in enumerate(batch.reqs):

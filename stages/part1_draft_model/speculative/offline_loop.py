@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..managers.generation_result import GenerationBatchResult
 from ..managers.schedule_batch import Req, ScheduleBatch
 from ..managers.scheduler import Scheduler
 from ..model_executor.device_io import upload
@@ -123,7 +124,7 @@ class OfflineLoop(Scheduler):
         batch.out_cache_loc = table[batch.req_pool_indices[:, None], batch.seq_lens[:, None] + columns]
         return self.draft_worker.draft_forward(self.draft_worker.start_round(batch), self.draft_input)
 
-    def commit(self, batch: ScheduleBatch, output: EagleVerifyOutput) -> None:
+    def commit(self, batch: ScheduleBatch, output: EagleVerifyOutput) -> GenerationBatchResult:
         """Read the round's result and append what each request accepted up to its end."""
         result = output.result.read()
         counts = []
@@ -133,6 +134,7 @@ class OfflineLoop(Scheduler):
             req.count_round(proposed=self.num_draft_tokens - 1, correct=min(count, accepted - 1))
             counts.append(count)
         batch.seq_lens = batch.seq_lens + np.array(counts)
+        return result
 
     def _drop_finished(self, batch: ScheduleBatch) -> None:
         """Give back all that ended requests hold, and their rows in the batch."""

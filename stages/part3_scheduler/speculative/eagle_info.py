@@ -155,6 +155,8 @@ class EagleVerifyOutput:
         """Views of the first `bs` requests."""
         n = self.paths.nodes.shape[1]
         paths = AcceptedPaths(*(t[:bs] for t in self.paths))
+        # The next round starts from it; other graphs may have used its memory by then.
+        paths = paths._replace(verified_id=paths.verified_id.clone())
         return EagleVerifyOutput(paths, self.hidden_states[: bs * n], self.result)
 
 
