@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.harness import REPO
+from tests.contract.subset import LEFT_OUT
 
 HERE = Path(__file__).parent
 TABLE = tomllib.loads((HERE / "cases.toml").read_text())
@@ -66,6 +67,10 @@ def test_this_stage_answers_every_case(stage):
             if not entry.get(wanted):
                 open_cases.append(f"{case} has no {wanted}, and {stage.name} needs them ({feature})")
     assert open_cases == []
+
+
+def test_what_is_left_out_exists():
+    assert [node for node in LEFT_OUT if not node_exists(node)] == []
 
 
 @pytest.mark.parametrize(

@@ -506,6 +506,7 @@ def worker_state(probe):
 # ---- what a round costs, and when the host waits ----
 
 
+@pytest.mark.needs("spec_scheduler")
 @pytest.mark.parametrize("flags", [{}, EAGER], ids=["graph", "eager"])
 def test_the_host_waits_for_the_verification_only(stage, engines, zoo, flags, monkeypatch):
     """The read is on its way before the draft extend is launched, and is waited for after it."""
