@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 
+from tests.contract import drafters
 from tests.contract.harness import run, tree_id
 from tests.contract.probe import Probe
 from tests.contract.reference import simulate
@@ -42,6 +43,8 @@ def test_a_small_pool_evicts_then_retracts_and_never_raises(stage, engines, zoo,
     )
     assert done.tokens == [zoo.r0(p, max_new_tokens=24) for p in prompts]
     assert engine.get_server_info()["num_retractions"] > 0, "the pool was not small enough to test anything"
+    hits = [r["meta_info"]["cached_tokens"] for r in done.results]
+    assert hits == [0] * 5, "what a request finds again of its own is no hit"
     if tree is not None:
         assert [r["meta_info"]["spec_verify_ct"] for r in done.results] == [
             len(simulate(zoo.ref_head(), p, o, *tree)) for p, o in zip(prompts, done.tokens, strict=True)
@@ -75,6 +78,32 @@ def test_retraction_at_every_step(stage, engines, zoo, tree, step):
     assert done.tokens == [zoo.r0(p, max_new_tokens=24) for p in prompts]
     assert not refused or engine.get_server_info()["num_retractions"] == refused[0] - 1
     assert [sum(rounds) for rounds in done.rounds] == [23] * 3
+
+
+@pytest.mark.needs("spec_scheduler")
+def test_whoever_has_produced_least_is_retracted(stage, engines, zoo):
+    """Of three requests the first accepts nothing, so it has least to lose, though it is the oldest."""
+    prompts = zoo.prompts((9, 12, 7), 24)
+    engine, steps, gone = engines.get(tree=stage.shape), [], []
+    probe = Probe(engine)
+    batch_type = type(probe.scheduler.running_batch)
+    real = batch_type.check_decode_mem
+
+    def check(batch, *args, **kwargs):
+        return real(batch, *args, **kwargs) and not (len(steps) == 3 and batch.batch_size() == 3)
+
+    def after(probe):
+        steps.append(None)
+        gone.extend(req.rid for req in probe.scheduler.waiting_queue)
+
+    batch_type.check_decode_mem = check
+    try:
+        with drafters.drafting(probe, zoo.ref(), lambda req, number: 0 if req.rid == "r0" else 3):
+            done = run(engine, prompts, GREEDY, after=after)
+    finally:
+        batch_type.check_decode_mem = real
+    assert gone == ["r0"]
+    assert done.tokens == [zoo.r0(p, max_new_tokens=24) for p in prompts]
 
 
 @pytest.mark.parametrize("tree", SHAPES, ids=tree_id)
