@@ -28,6 +28,7 @@ add_lazy(
 )
 add_lazy(app, "compare", "tools.bench.compare:compare", "Same prompts: plain, chain and tree, as a table.")
 add_lazy(app, "bench", "tools.bench.bench:bench", "Measure a stage, batch by batch, into a JSON file.")
+add_lazy(app, "quiz", "tools.exercises.quiz:quiz", "Questions that upstream's history answers.")
 add_lazy(app, "trace", "tools.bench.trace:trace", "Record every round of an answer; print its timeline.")
 
 

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 
 from .. import json_files
+from ..exercises.questions import read_questions
+from ..exercises.rules import what_is_asked
 from .check import FAILED, PROVEN, STATES, UNCHECKED
 from .check import check as all_facts
 from .clone import CloneHistory
@@ -96,7 +98,8 @@ def record() -> None:
         raise UpstreamError("The ledger records the wheel too. Run: fledge upstream fetch --wheel")
     columns = (TextColumn("recording"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        table = record_table(CloneHistory(history.path), wheel, Named.read(), bar.track)
+        asked = what_is_asked(read_questions(), history)
+        table = record_table(CloneHistory(history.path), wheel, Named.read(), bar.track, asked)
     json_files.write(LEDGER, table)
     aside(f"{LEDGER}: {len(table['commits'])} commits.")
 
