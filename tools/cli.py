@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from .docs.cli import app as docs_app
+from .exercises.cli import app as exercise_app
+from .exercises.cli import course as course_app
 from .lazy import add_lazy
 from .models.cli import app as models_app
 from .stages.cli import app as stages_app
@@ -21,6 +23,8 @@ app = typer.Typer(
 app.add_typer(models_app, name="models")
 app.add_typer(docs_app, name="docs")
 app.add_typer(upstream_app, name="upstream")
+app.add_typer(exercise_app, name="exercise")
+app.add_typer(course_app, name="course")
 app.add_typer(stages_app, name="stages")
 add_lazy(app, "run", "tools.bench.run:run", "Stream one answer with each accepted run visible.")
 add_lazy(

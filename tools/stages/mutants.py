@@ -73,7 +73,9 @@ def read_mutant(path: Path) -> Mutant:
     try:
         mutant = Mutant(path, **tomllib.loads(header[0]))
     except (tomllib.TOMLDecodeError, TypeError) as error:
-        raise BadInput(f"needs a header with stage, breaks, killed_by and perhaps commit, hangs ({error})") from None
+        raise BadInput(
+            f"needs a header with stage, breaks, killed_by and perhaps commit, hangs ({error})"
+        ) from None
     if len(header) == 1 or not mutant.killed_by or not mutant.breaks.strip():
         raise BadInput("needs a diff, a sentence `breaks` and at least one test in `killed_by`")
     return mutant
@@ -88,13 +90,25 @@ def failing(repo: Path, tests: list[str], stage: str, limit: float | None = None
 
     Raises BadInput where pytest could not run them, and Hung after `limit` seconds, when all is ended.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
-    if any(test.startswith("tests/contract/") for test in tests):
+    code, output = run_pytest(repo, ["-q", "-rfE", "--tb=no", *tests], stage, limit)
+    if code not in (0, 1):
+        raise BadInput(f"pytest could not run {' '.join(tests)}:\n{output}")
+    lines = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, flags=re.MULTILINE)
+    return {test for test in tests if any(re.match(rf"{re.escape(test)}($|\[)", line) for line in lines)}
+
+
+def run_pytest(repo: Path, words: list[str], stage: str, limit: float | None = None) -> tuple[int, str]:
+    """Exit status and output of pytest in a copy of the repository; the contract is run for `stage`.
+
+    Raises Hung after `limit` seconds, when all is ended.
+    """
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
+    if any(word.startswith("tests/contract/") for word in words):
         command += [f"--stage={stage}"]
     environment = {**os.environ, "PYTHONPATH": str(repo), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "1000"}
     # In a session of its own, so that what the tests have started ends with them.
     process = subprocess.Popen(
-        [*command, *tests], cwd=repo, env=environment, text=True, start_new_session=True,
+        command, cwd=repo, env=environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
@@ -105,10 +119,7 @@ def failing(repo: Path, tests: list[str], stage: str, limit: float | None = None
         if isinstance(error, subprocess.TimeoutExpired):
             raise Hung from None
         raise
-    if process.returncode not in (0, 1):
-        raise BadInput(f"pytest could not run {' '.join(tests)}:\n{output}")
-    lines = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, flags=re.MULTILINE)
-    return {test for test in tests if any(re.match(rf"{re.escape(test)}($|\[)", line) for line in lines)}
+    return process.returncode, output
 
 
 def copy_repo(repo: Path, to: Path) -> Path:
