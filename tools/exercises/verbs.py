@@ -145,7 +145,8 @@ def _show(red: Red, folder: Path, stage: str) -> None:
     if red.line and red.line != red.expected:
         say(f"  {'in':<9} {red.line}")
     for place in red.where:
-        say(f"  {'where':<9} {place.replace(f'stages/{stage}/', f'{folder}/')}")
+        inside = place.removeprefix(f"stages/{stage}/")
+        say(f"  {'where':<9} {place if inside == place else folder / inside}")
 
 
 def _show_commit(exercise: Exercise) -> None:
