@@ -92,7 +92,7 @@ def test_what_comes_along_is_pinned_too() -> None:
 def test_check_env_checks_the_ranges_of_pyproject() -> None:
     ranges = {requirement.name: requirement.specifier for requirement in named(["dev"])}
     del ranges["ruff"], ranges["pytest-xdist"]  # what works without them
-    checked = {**check_env.SUPPORTED, **check_env.FETCH_ONLY, **check_env.TEST_ONLY}
+    checked = check_env.SUPPORTED | check_env.FETCH_ONLY | check_env.CLONE_ONLY | check_env.TEST_ONLY
     assert {name: check_env.describe_range(bounds) for name, bounds in checked.items()} == {
         name: ",".join(sorted(map(str, specifier), reverse=True)) for name, specifier in ranges.items()
     }

@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from ..provenance import REPO
-from .history import History, NoSuchRef, UpstreamError
+from .history import History, MissingObject, NoSuchFile, UpstreamError
 from .symbols import excerpt, find_symbol, has_name, python_symbols
 from .wheel import Wheel
 
 CLAIMS = REPO / "docs" / "data" / "claims"
-_ABOUT_A_FILE = {"path": str, "symbol": str, "has": str, "lacks": str, "lines": int, "exists": bool}
+_OF_A_FILE = {"symbol": str, "has": str, "lacks": str, "lines": int, "exists": bool}
 _KEYS = {
-    "git": {"commit": str, "added": int, "removed": int, "files": int, **_ABOUT_A_FILE},
-    "wheel": _ABOUT_A_FILE,
+    "git": {"commit": str, "added": int, "removed": int, "files": int, "path": str, **_OF_A_FILE},
+    "wheel": {"path": str, **_OF_A_FILE},
 }
 
 
@@ -105,11 +105,11 @@ def prove(claim: Claim, history: History, wheel: Wheel | None) -> None:
         if "path" not in proof:
             if "has" in proof or "lacks" in proof:
                 _prove_words(proof, _changed_lines(history.diff(proof["commit"])), "what the commit changes")
-        elif {"added", "removed", "files"}.isdisjoint(proof):
+        elif set(proof) & set(_OF_A_FILE) or set(proof) == {"commit", "path"}:
             _prove_file(proof, lambda: history.text(proof["commit"], proof["path"]))
     elif claim.kind == "wheel":
         if wheel is None:
-            raise UpstreamError("There is no wheel here. Run: fledge upstream fetch --wheel")
+            raise MissingObject("There is no wheel here. Run: fledge upstream fetch --wheel")
         _prove_file(proof, lambda: wheel.text(proof["path"]))
 
 
@@ -131,7 +131,7 @@ def _prove_file(proof: dict[str, Any], read) -> None:
     path = proof["path"]
     try:
         text = read()
-    except NoSuchRef:
+    except NoSuchFile:
         if proof.get("exists") is False:
             return
         raise Disproved(f"there is no file {path}") from None

@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from git import Repo
-from git.exc import InvalidGitRepositoryError, NoSuchPathError
-
 from .history import (
     SPECULATIVE,
     Change,
@@ -15,6 +12,7 @@ from .history import (
     History,
     Life,
     MissingObject,
+    NoSuchFile,
     NoSuchRef,
     Symbol,
     UpstreamError,
@@ -25,7 +23,7 @@ from .history import (
     pull_of,
 )
 from .ledger import LedgerHistory
-from .quiet_git import QuietGit, without_git_variables
+from .quiet_git import QuietGit, git_python, without_git_variables
 from .symbols import python_symbols
 
 _FORMAT = "--format=%H%x00%P%x00%an%x00%aI%x00%cI%x00%s"
@@ -56,6 +54,12 @@ class CloneHistory(History):
     def has_commit(self, full: str) -> bool:
         """Whether the clone holds the commit with this full hash."""
         return full in self._commits_with_prefix(full)
+
+    def holds_on_main(self, full: str) -> str:
+        """`full`, if it is a commit of upstream's main branch here. Raises NoSuchRef else."""
+        if full not in {commit.hash for commit in self._walk(self.resolve("main"))}:
+            raise NoSuchRef(f"{full[:10]} is not on main in {self.label}.")
+        return full
 
     # Refs
 
@@ -161,7 +165,7 @@ class CloneHistory(History):
     def text(self, ref: str, path: str) -> str:
         oid = self.blob(ref, path)
         if oid is None:
-            raise NoSuchRef(f"There is no file {path} at {ref}.")
+            raise NoSuchFile(f"There is no file {path} at {ref}.")
         try:
             return self._said("cat-file", "blob", oid)
         except UpstreamError as error:
@@ -174,6 +178,26 @@ class CloneHistory(History):
             return None
         _, kind, oid = said.partition("\t")[0].split()
         return oid if kind == "blob" else None
+
+    def blobs(self, ref: str, under: str) -> dict[str, str]:
+        """Path → hash of the content of every file below a folder at a commit."""
+        said = self._said("ls-tree", "-r", "-z", "--full-tree", self.resolve(ref), "--", check_path(under))
+        entries = [entry.partition("\t") for entry in said.split("\0") if entry]
+        return {path: about.split()[2] for about, _, path in entries if about.split()[1] == "blob"}
+
+    def changed_blobs(self, ref: str, under: str | None = None) -> set[str]:
+        """The hashes of all file contents on either side of a commit's diff; needs none of them."""
+        only = ["--", under] if under else []
+        said = self._diff_tree(self.resolve(ref), ["--raw", "--no-renames", "--no-abbrev", "-z"], only)
+        entries = [entry.split() for entry in said.split("\0") if entry.startswith(":")]
+        is_file = [(entry[:2], entry[2:4]) for entry in entries]
+        pairs = [pair for modes, oids in is_file for pair in zip(modes, oids, strict=True)]
+        return {oid for mode, oid in pairs if mode.lstrip(":").startswith(("100", "120")) and set(oid) != {"0"}}
+
+    def present(self) -> set[str]:
+        """The hash of every object that the clone holds."""
+        words = ("--batch-all-objects", "--unordered", "--batch-check=%(objectname)")
+        return set(self._said("cat-file", *words).split())
 
     def diff(self, ref: str, path: str | None = None) -> str:
         only = ["--", check_path(path)] if path else []
@@ -264,10 +288,11 @@ def git_dir_of(path: Path) -> Path:
 
     Raises UpstreamError where `path` is none of these.
     """
+    git = git_python()
     try:
-        with without_git_variables(()), Repo(path, expand_vars=False) as repo:
+        with without_git_variables(), git.Repo(path, expand_vars=False) as repo:
             return Path(repo.common_dir).resolve()
-    except (InvalidGitRepositoryError, NoSuchPathError):
+    except (git.exc.InvalidGitRepositoryError, git.exc.NoSuchPathError):
         raise UpstreamError(f"There is no git repository in {path}.") from None
 
 

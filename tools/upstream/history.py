@@ -26,8 +26,12 @@ class NoSuchRef(UpstreamError):
     """Nothing in this history has that name."""
 
 
+class NoSuchFile(UpstreamError):
+    """The commit has no such file."""
+
+
 class MissingObject(UpstreamError):
-    """The clone knows of the object and does not hold it."""
+    """It exists and is not here: an object that a clone left out, or the wheel."""
 
 
 @dataclass(frozen=True)

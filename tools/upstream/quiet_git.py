@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-from git.cmd import Git
-from git.exc import GitCommandError
 
 from .history import MissingObject, UpstreamError, printable
 
@@ -58,24 +57,27 @@ _KEPT_FOR_NETWORK = (
 ).split()
 
 
-class QuietGit(Git):
-    """git on one repository. `execute` takes the words after "git" and adds what the module promises."""
+class QuietGit:
+    """git on one repository, through GitPython."""
 
     def __init__(self, git_dir: Path, network: bool = False) -> None:
-        """`git_dir` is the folder with `objects` and `refs`; it must exist."""
-        super().__init__(str(git_dir))
+        """`git_dir` is the folder with `objects` and `refs`; it must exist.
+
+        Raises UpstreamError where git or GitPython is missing.
+        """
         program = shutil.which("git")
         if program is None:
             raise UpstreamError("There is no git on this machine. On Debian: apt install git")
         # An absolute program: with a relative entry in PATH a file of the clone could be taken for git.
         self._program = os.path.abspath(program)
+        self._git = git_python().cmd.Git(str(git_dir))
         self._kept = _KEPT_FOR_NETWORK if network else ()
         settings = {
             f"GIT_CONFIG_{part}_{i}": text
             for i, pair in enumerate(_SETTINGS.items())
             for part, text in zip(("KEY", "VALUE"), pair, strict=True)
         }
-        self.update_environment(
+        self._git.update_environment(
             GIT_DIR=str(git_dir),
             GIT_CONFIG_COUNT=str(len(_SETTINGS)),
             **settings,
@@ -83,32 +85,33 @@ class QuietGit(Git):
             **(_NETWORK if network else _READING),
         )
 
-    def execute(self, command: Sequence[str], **options: Any) -> Any:
-        """As GitPython's, with the program and the environment replaced."""
-        command = list(command)
-        if command[0] == "git":
-            command[0] = self._program
-        with without_git_variables(self._kept):
-            return super().execute(command, **options)
-
-    def words(self, *words: str, stdin: bytes | None = None) -> bytes:
+    def words(self, *words: str, stdin: bytes = b"") -> bytes:
         """Standard output of `git WORDS`. Raises MissingObject or UpstreamError with git's own sentence."""
-        try:
-            if stdin is None:
-                return self.execute(
-                    ["git", "--no-pager", *words], stdout_as_string=False, strip_newline_in_stdout=False
-                )
-            process = self.execute(["git", "--no-pager", *words], as_process=True, istream=-1)
-            out, err = process.proc.communicate(stdin)
-            if process.proc.returncode:
-                raise GitCommandError(["git", *words], process.proc.returncode, err)
-            return out
-        except GitCommandError as error:
-            raise _as_sentence(words[0], str(error.stderr)) from None
+        process = self.start(*words)
+        out, err = process.proc.communicate(stdin)
+        if process.proc.returncode:
+            raise as_sentence(words[0], err)
+        return out
+
+    def start(self, *words: str) -> Any:
+        """The running `git WORDS` as GitPython's process object, with pipes for all three streams."""
+        with without_git_variables(self._kept):
+            command = [self._program, "--no-pager", *words]
+            return self._git.execute(command, as_process=True, istream=subprocess.PIPE)
+
+
+def git_python() -> ModuleType:
+    """The package `git`, imported when it is needed. Raises UpstreamError where it is not installed."""
+    try:
+        with without_git_variables(("GIT_PYTHON_GIT_EXECUTABLE", "GIT_PYTHON_REFRESH")):
+            import git
+    except ImportError as error:
+        raise UpstreamError(f"GitPython cannot be used ({error}). Run: pip install GitPython") from None
+    return git
 
 
 @contextmanager
-def without_git_variables(kept: Sequence[str]) -> Iterator[None]:
+def without_git_variables(kept: Sequence[str] = ()) -> Iterator[None]:
     """No `GIT_…` of the caller's environment while a process is started: GitPython can add, not take away."""
     taken = {name: os.environ[name] for name in os.environ if name.startswith("GIT_") and name not in kept}
     for name in taken:
@@ -119,8 +122,9 @@ def without_git_variables(kept: Sequence[str]) -> Iterator[None]:
         os.environ.update(taken)
 
 
-def _as_sentence(verb: str, stderr: str) -> UpstreamError:
-    said = printable(stderr.removeprefix("\n  stderr: '").removesuffix("'")).strip()
+def as_sentence(verb: str, stderr: bytes) -> UpstreamError:
+    """What git wrote before it failed, as the error that fits."""
+    said = printable(stderr.decode(errors="replace")).strip()
     lacking = ("promisor remote", "missing", "unable to read", "bad object", "not allowed", "could not fetch")
     kind = MissingObject if any(words in said for words in lacking) else UpstreamError
     return kind(f"git {verb} said: {said.splitlines()[-1] if said else 'nothing'}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..models.cache import sha256_of
 from .clone import CloneHistory
 from .history import Commit, NoSuchRef, Symbol, UpstreamError, workers
 from .named import Named
@@ -14,7 +15,6 @@ from .wheel import Wheel
 def record(
     history: CloneHistory,
     wheel: Wheel | None,
-    wheel_sha256: str | None,
     named: Named,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> dict[str, Any]:
@@ -32,12 +32,13 @@ def record(
     named_hashes = [history.resolve(ref) for ref in named.commits()]
     for life in (life for folder in lives.values() for life in folder if workers([life.path])):
         named_hashes += [full for full in (life.born, life.died) if full]
-    commits = {commit.hash: _entry(commit) for log in logs.values() for commit in log}
+    commits = {commit.hash: entry(commit) for log in logs.values() for commit in log}
     for life in (life for folder in lives.values() for life in folder):
-        commits |= {full: _entry(history.head(full)) for full in (life.born, life.died) if full}
+        commits |= {full: entry(history.head(full)) for full in (life.born, life.died) if full}
     for full in progress(list(dict.fromkeys(named_hashes))):
-        commits[full] = _entry(history.commit(full))
+        commits[full] = entry(history.commit(full))
 
+    in_wheel = [] if wheel is None else _with_symbols(wheel.files(), table["record"])
     places = list(dict.fromkeys([*refs.values(), *also_at]))
     return {
         "about": "Facts about sgl-project/sglang, written by `fledge upstream record`; no code of upstream's.",
@@ -59,16 +60,17 @@ def record(
             for folder, found in lives.items()
         },
         "logs": {path: [commit.hash for commit in log] for path, log in logs.items()},
-        "wheel": None if wheel is None else _wheel(wheel, wheel_sha256, table["record"]),
+        "wheel": None if wheel is None else wheel_table(wheel, sha256_of(wheel.path), in_wheel),
     }
 
 
-def _entry(commit: Commit) -> dict[str, Any]:
+def entry(commit: Commit) -> dict[str, Any]:
+    """A commit as the ledger keeps it, under its hash."""
     names = ("title", "pull", "author", "date", "committed")
-    entry = {name: getattr(commit, name) for name in names}
+    found = {name: getattr(commit, name) for name in names}
     if commit.files is not None:
-        entry["files"] = [[change.path, change.added, change.removed] for change in commit.files]
-    return entry
+        found["files"] = [[change.path, change.added, change.removed] for change in commit.files]
+    return found
 
 
 def listing(history: CloneHistory, ref: str, folder: str) -> list[list]:
@@ -91,14 +93,14 @@ def _with_symbols(paths: list[str], record_table: dict[str, Any]) -> list[str]:
     return sorted({*workers(paths), *(p for p in paths if p.rpartition("/")[2] in record_table["symbols"])})
 
 
-def _wheel(wheel: Wheel, sha256: str | None, record_table: dict[str, Any]) -> dict[str, Any]:
-    found = [path for path in wheel.files() if path.endswith(".py")]
+def wheel_table(wheel: Wheel, sha256: str | None, with_symbols: list[str]) -> dict[str, Any]:
+    """A wheel as the ledger keeps it."""
     return {
         "version": wheel.version,
         "name": wheel.path.name,
         "sha256": sha256,
-        "files": [[path, wheel.line_count(path)] for path in found],
-        "symbols": {path: rows(wheel.symbols(path)) for path in _with_symbols(found, record_table)},
+        "files": [[path, wheel.line_count(path)] for path in wheel.files() if path.endswith(".py")],
+        "symbols": {path: rows(wheel.symbols(path)) for path in with_symbols},
         "flags": wheel.flags,
     }
 

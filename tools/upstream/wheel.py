@@ -6,7 +6,7 @@ import ast
 import zipfile
 from pathlib import Path
 
-from .history import NoSuchRef, Symbol, UpstreamError
+from .history import NoSuchFile, Symbol, UpstreamError
 from .symbols import python_symbols
 
 SPECULATIVE_IN_WHEEL = "sglang/srt/speculative"
@@ -35,9 +35,9 @@ class Wheel:
         return [name for name in self._names if name.startswith(under.rstrip("/") + "/")]
 
     def text(self, path: str) -> str:
-        """A file's text. Raises NoSuchRef where the wheel has no such file."""
+        """A file's text. Raises NoSuchFile where the wheel has no such file."""
         if path not in self._names:
-            raise NoSuchRef(f"{self.label.capitalize()} has no file {path}.")
+            raise NoSuchFile(f"{self.label.capitalize()} has no file {path}.")
         return self._zip.read(path).decode("utf-8", errors="replace")
 
     def line_count(self, path: str) -> int:
