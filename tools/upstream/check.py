@@ -45,7 +45,11 @@ def check(
     present = history.present()
     is_whole = not history.is_shallow and ledger.newest in present
     facts = []
-    tasks = [*_ledger_tasks(history, wheel, ledger), *_stage_tasks(history, named), *_claim_tasks(history, wheel, named)]
+    tasks = [
+        *_ledger_tasks(history, wheel, ledger),
+        *_stage_tasks(history, named),
+        *_claim_tasks(history, wheel, named),
+    ]
     for where, what, proof in progress(tasks):
         if proof is None:
             facts.append(Fact(where, what, TOLD))
@@ -88,7 +92,9 @@ def _ledger_tasks(history: CloneHistory, wheel: Wheel | None, ledger: LedgerHist
             read = partial(history.symbols, full, path)
             yield task(f"symbols of {path} at {full[:10]}", recorded, lambda read=read: rows(read()))
     for folder, recorded in table["lives"].items():
-        found = cache(lambda folder=folder: [[x.path, x.born, x.died, x.became] for x in history.lives(folder)])
+        found = cache(
+            lambda folder=folder: [[x.path, x.born, x.died, x.became] for x in history.lives(folder)]
+        )
         yield task(f"number of files that lived in {folder}", len(recorded), lambda found=found: len(found()))
         for life in recorded:
             yield "ledger", f"birth and death of {life[0]}", partial(_among, life, found)
@@ -112,9 +118,15 @@ def _stage_tasks(history: CloneHistory, named: Named) -> Iterator[Task]:
             for name, commit in inner.items():
                 if name in ("commit", "until") and isinstance(commit, str):
                     start = "" if name == "commit" else "until_"
-                    about = {key: inner[start + key] for key in ("pull", "date", "tag") if start + key in inner}
+                    about = {
+                        key: inner[start + key] for key in ("pull", "date", "tag") if start + key in inner
+                    }
                     for key, said in about.items():
-                        yield stage, f"{key} {said} of {commit[:10]}", partial(_about, history, commit, key, said)
+                        yield (
+                            stage,
+                            f"{key} {said} of {commit[:10]}",
+                            partial(_about, history, commit, key, said),
+                        )
         for item in source_map(table):
             what = f"{item['upstream']} at {item['commit'][:10]}"
             yield stage, what, partial(upstream_symbol, history, item)
@@ -134,8 +146,8 @@ def _about(history: History, commit: str, key: str, said: Any) -> None:
 def upstream_symbol(history: History, item: dict[str, Any]) -> Any:
     """The symbol that an entry of a source map names, from its file at its commit.
 
-    Returns a `Symbol` for Python and None for other languages, where the name is searched for. Raises Disproved
-    or NoSuchFile where it is not there.
+    Returns a `Symbol` for Python and None for other languages, where the name is searched for. Raises
+    Disproved or NoSuchFile where it is not there.
     """
     path, _, name = item["upstream"].partition(":")
     if path.endswith(".py"):

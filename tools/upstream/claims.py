@@ -7,13 +7,13 @@
 
 `git` names a commit ("815dce0554", "v0.4.6", or "815dce0554^" for the state before it) and what holds there:
 
-- `path` with `exists`, `lines`, or `has` / `lacks` (a string in the file); `symbol` narrows the last three to one
-  definition, which must be there;
+- `path` with `exists`, `lines`, or `has` / `lacks` (a string in the file); `symbol` narrows the last three to
+  one definition, which must be there;
 - without `path`: `has` / `lacks` (a string in a line that the commit adds or removes);
 - `added`, `removed` (lines, of `path` if given), `files` (how many the commit changes; with `path`, how many
   Python files stand below it at that commit).
 
-`wheel` takes `path` with `symbol`, `has`, `lacks`, `lines`, `exists`. `told` says why a claim has no proof here.
+`wheel` takes `path` with `symbol`, `has`, `lacks`, `lines`, `exists`. `told` says why there is no proof here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence of a page and its proof: `kind` is "git", "wheel" or "told"; `proof` a table or a sentence."""
+    """One sentence of a page, and its proof: a table for the kinds "git" and "wheel", a sentence for "told"."""
 
     page: str
     id: str
@@ -54,7 +54,7 @@ class Disproved(UpstreamError):
 
 
 def read_claims(folder: Path = CLAIMS) -> list[Claim]:
-    """Every claim of every page. Raises UpstreamError, naming file and claim, for one that is not well formed."""
+    """Every claim of every page. Raises UpstreamError, naming file and claim, for one that is malformed."""
     claims = [_claim(path, entry) for path in sorted(folder.glob("*.toml")) for entry in _entries(path)]
     seen: set[str] = set()
     for claim in claims:
@@ -96,7 +96,7 @@ def _claim(path: Path, entry: dict[str, Any]) -> Claim:
 def prove(claim: Claim, history: History, wheel: Wheel | None) -> None:
     """Return if the claim holds, or is told. Raises Disproved where it does not hold.
 
-    What the history cannot answer (MissingObject, NotRecorded, NoSuchRef for its commit) is raised as it comes.
+    What the history cannot answer (MissingObject, NotRecorded, NoSuchRef) is raised as it comes.
     """
     proof = claim.proof
     if claim.kind == "git":

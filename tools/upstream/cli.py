@@ -4,9 +4,7 @@ import typer
 
 from ..lazy import add_lazy
 
-app = typer.Typer(
-    no_args_is_help=True, help="Upstream's history, from a clone or from the recorded ledger."
-)
+app = typer.Typer(no_args_is_help=True, help="Upstream's history, from a clone or from the recorded ledger.")
 for _name, _target, _help in (
     ("fetch", "upkeep:fetch", "Clone upstream's history, or name a clone that is here."),
     ("timeline", "verbs:timeline", "The chapter's twelve commits, or those of another group."),

@@ -75,7 +75,8 @@ class CloneHistory(History):
         if found is None:
             known = f" The ledger knows it as {full}." if (full := self._recorded(ref)) else ""
             raise NoSuchRef(
-                f"{self.label.capitalize()} has no {ref}.{known} Newer commits come with: fledge upstream fetch"
+                f"{self.label.capitalize()} has no {ref}.{known} "
+                "Newer commits come with: fledge upstream fetch"
             )
         return found
 
@@ -97,7 +98,8 @@ class CloneHistory(History):
         if ref == "main":
             return self._main
         return next(
-            (full for name in ("refs/tags/", "refs/heads/") if (full := self._ref(name + ref)) is not None), None
+            (full for name in ("refs/tags/", "refs/heads/") if (full := self._ref(name + ref)) is not None),
+            None,
         )
 
     def _recorded(self, ref: str) -> str | None:
@@ -124,7 +126,10 @@ class CloneHistory(History):
         """Upstream's main branch as this clone knows it: the first that contains what the ledger recorded."""
         found = [full for name in _MAINS if (full := self._ref(name)) is not None]
         for full in found:
-            if self.ledger and self.ledger.newest in self.git.words("rev-list", "--first-parent", full).decode():
+            if (
+                self.ledger
+                and self.ledger.newest in self.git.words("rev-list", "--first-parent", full).decode()
+            ):
                 return full
         return found[0] if found else None
 
@@ -192,7 +197,9 @@ class CloneHistory(History):
         entries = [entry.split() for entry in said.split("\0") if entry.startswith(":")]
         is_file = [(entry[:2], entry[2:4]) for entry in entries]
         pairs = [pair for modes, oids in is_file for pair in zip(modes, oids, strict=True)]
-        return {oid for mode, oid in pairs if mode.lstrip(":").startswith(("100", "120")) and set(oid) != {"0"}}
+        return {
+            oid for mode, oid in pairs if mode.lstrip(":").startswith(("100", "120")) and set(oid) != {"0"}
+        }
 
     def present(self) -> set[str]:
         """The hash of every object that the clone holds."""
@@ -206,7 +213,16 @@ class CloneHistory(History):
 
     def lives(self, under: str = SPECULATIVE) -> list[Life]:
         hashes = "".join(commit.hash + "\n" for commit in self.commits(under))
-        words = ["diff-tree", "--stdin", "--root", *_DIFF, "--no-renames", "--diff-filter=AD", "--name-status", "-z"]
+        words = [
+            "diff-tree",
+            "--stdin",
+            "--root",
+            *_DIFF,
+            "--no-renames",
+            "--diff-filter=AD",
+            "--name-status",
+            "-z",
+        ]
         said = self.git.words(*words, "--", under, stdin=hashes.encode()).decode(errors="surrogateescape")
         lives: list[Life] = []
         fields, commit = iter(said.rstrip("\0").split("\0")), ""
@@ -238,7 +254,9 @@ class CloneHistory(History):
             if not path:  # a rename: the old and the new path follow
                 next(fields)
                 path = next(fields)
-            changes.append(Change(path, *(None if count == "-" else int(count) for count in (added, removed))))
+            changes.append(
+                Change(path, *(None if count == "-" else int(count) for count in (added, removed)))
+            )
         return tuple(sorted(changes, key=lambda change: change.path))
 
     def _diff_tree(self, full: str, how: list[str], only: list[str]) -> str:
@@ -271,7 +289,7 @@ class CloneHistory(History):
         )
 
     def _promisors(self) -> list[str]:
-        """The remotes that promised what a partial clone left out, with their addresses, without credentials."""
+        """The clone's remotes with their addresses, without credentials."""
         try:
             said = self._said("config", "--local", "--get-regexp", r"^remote\..*\.url$")
         except UpstreamError:

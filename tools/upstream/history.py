@@ -15,7 +15,7 @@ UPSTREAM_URL = "https://github.com/sgl-project/sglang.git"
 
 
 class UpstreamError(Exception):
-    """Something about upstream's history that the reader can mend; the message is a sentence that says how."""
+    """Something about upstream's history that the reader can mend; the message says how."""
 
 
 class NotRecorded(UpstreamError):
@@ -139,7 +139,7 @@ class History(ABC):
 
     @abstractmethod
     def files(self, ref: str, under: str = SPECULATIVE) -> list[str]:
-        """The paths below a folder at a commit, sorted; "" for all. An empty list where there is no folder."""
+        """The paths below a folder ("" for all) at a commit, sorted; empty where there is no folder."""
 
     @abstractmethod
     def symbols(self, ref: str, path: str) -> list[Symbol]:
@@ -191,7 +191,9 @@ def check_ref(ref: str) -> str:
     """
     if re.fullmatch(r"(#[0-9]{1,6}|[0-9A-Za-z][0-9A-Za-z._/+-]{0,199})\^?", ref) and ".." not in ref:
         return ref
-    raise NoSuchRef(f"{printable(ref)!r} is no ref: give a tag, a branch, a hash or a pull request like #2150.")
+    raise NoSuchRef(
+        f"{printable(ref)!r} is no ref: give a tag, a branch, a hash or a pull request like #2150."
+    )
 
 
 def check_path(path: str) -> str:
@@ -199,10 +201,11 @@ def check_path(path: str) -> str:
     if path and not path.startswith(("/", "-", ":")) and path.isprintable() and ".." not in path.split("/"):
         return path.rstrip("/")
     raise UpstreamError(
-        f"{printable(path)!r} is no path of a repository: give one from its root, like {SPECULATIVE}/spec_info.py."
+        f"{printable(path)!r} is no path of a repository: "
+        f"give one from its root, like {SPECULATIVE}/spec_info.py."
     )
 
 
 def printable(text: str) -> str:
-    """`text` with every control character but newline and tab written out: a title may hold an escape code."""
+    """`text` with control characters but newline and tab written out: a title may hold an escape code."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -1,7 +1,7 @@
 """`LedgerHistory`: the recorded facts of what this course names, for a reader without a clone.
 
-`docs/data/ledger.json` is written by `fledge upstream record` (record.py) and proven by `fledge upstream check`.
-It holds hashes, dates, titles, names and counts; no code of upstream's.
+`docs/data/ledger.json` is written by `fledge upstream record` (record.py) and proven by `fledge upstream
+check`. It holds hashes, dates, titles, names and counts; no code of upstream's.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class LedgerHistory(History):
         return self.table["groups"]
 
     def group(self, name: str) -> list[Commit]:
-        """The commits of a group in the order of their authors' dates. Raises NotRecorded for an unknown name."""
+        """The commits of a group by their authors' days. Raises NotRecorded for an unknown name."""
         if name not in self.groups:
             raise NotRecorded(f"There is no group {name!r}; there are {', '.join(self.groups)}.")
         return sorted(map(self.head, self.groups[name]["commits"]), key=lambda commit: commit.day)
 
     def recorded(self, path: str | None = None) -> list[Commit]:
-        """Every commit with its files in the ledger (that touches `path` or something below it), oldest first."""
+        """Every commit with files in the ledger (that touches `path` or something below it), oldest first."""
         found = [self.commit(full) for full, entry in self.table["commits"].items() if "files" in entry]
         if path is not None:
             start = check_path(path) + "/"
@@ -186,12 +186,16 @@ class RecordedWheel:
     def line_count(self, path: str) -> int:
         count = dict(self._files).get(path)
         if count is None:
-            raise NotRecorded(f"The ledger has no length of {path} in the wheel. Run: fledge upstream fetch --wheel")
+            raise NotRecorded(
+                f"The ledger has no length of {path} in the wheel. Run: fledge upstream fetch --wheel"
+            )
         return count
 
     def symbols(self, path: str) -> list[Symbol]:
         if path not in self._symbols:
-            raise NotRecorded(f"The ledger has no symbols of {path} in the wheel. Run: fledge upstream fetch --wheel")
+            raise NotRecorded(
+                f"The ledger has no symbols of {path} in the wheel. Run: fledge upstream fetch --wheel"
+            )
         return [Symbol(*symbol) for symbol in self._symbols[path]]
 
     def text(self, path: str) -> str:

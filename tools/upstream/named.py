@@ -35,7 +35,7 @@ class Named:
             raise UpstreamError(f"What the course names cannot be read: {error}") from None
 
     def commits(self) -> list[str]:
-        """Every commit that is named, as it is written, each once; the chapter's baseline is not among them."""
+        """Every commit that is named, as it is written, each once, without the chapter's baseline."""
         found = [*self.table["refs"].values(), self.table["newest"], *self.table["record"]["also_at"]]
         for group in self.table["groups"].values():
             found += group["commits"]
@@ -62,7 +62,9 @@ class Named:
 
 def source_map(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The entries of a stage.toml that put a symbol of ours beside one of upstream's."""
-    yield from (entry for entry in tables_in(table) if "here" in entry and "upstream" in entry and "commit" in entry)
+    yield from (
+        entry for entry in tables_in(table) if "here" in entry and "upstream" in entry and "commit" in entry
+    )
 
 
 def tables_in(value: Any) -> Iterator[dict[str, Any]]:

@@ -112,7 +112,7 @@ def git_python() -> ModuleType:
 
 @contextmanager
 def without_git_variables(kept: Sequence[str] = ()) -> Iterator[None]:
-    """No `GIT_…` of the caller's environment while a process is started: GitPython can add, not take away."""
+    """No `GIT_…` of the caller's environment while a process starts: GitPython can add, not take away."""
     taken = {name: os.environ[name] for name in os.environ if name.startswith("GIT_") and name not in kept}
     for name in taken:
         del os.environ[name]

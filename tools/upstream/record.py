@@ -41,7 +41,7 @@ def record(
     in_wheel = [] if wheel is None else _with_symbols(wheel.files(), table["record"])
     places = list(dict.fromkeys([*refs.values(), *also_at]))
     return {
-        "about": "Facts about sgl-project/sglang, written by `fledge upstream record`; no code of upstream's.",
+        "about": "Facts about sgl-project/sglang, written by `fledge upstream record`; none of its code.",
         "newest": history.newest,
         "refs": refs,
         "baseline": table.get("baseline", {}),
@@ -108,7 +108,9 @@ def wheel_table(wheel: Wheel, sha256: str | None, with_symbols: list[str]) -> di
 def refuse_partial(history: CloneHistory) -> None:
     """Raises UpstreamError for a clone from which a ledger cannot be recorded."""
     if history.is_shallow:
-        raise UpstreamError("A shallow clone has no births: fetch its whole history first (git fetch --unshallow).")
+        raise UpstreamError(
+            "A shallow clone has no births: fetch its whole history first (git fetch --unshallow)."
+        )
     try:
         history.resolve("main")
     except NoSuchRef:

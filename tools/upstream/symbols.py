@@ -47,7 +47,7 @@ def find_symbol(symbols: list[Symbol], name: str) -> Symbol | None:
 
 
 def has_name(text: str, name: str) -> bool:
-    """Whether the last part of `name` stands in a text as a whole word: all that C++ and CUDA are asked for."""
+    """Whether the last part of `name` is a word of a text: all that C++ and CUDA are asked for."""
     return re.search(rf"(?<!\w){re.escape(name.rpartition('.')[2])}(?!\w)", text) is not None
 
 

@@ -27,13 +27,17 @@ from .verbs import aside, say, sentences
 @sentences
 def fetch(
     more: Annotated[
-        list[str] | None, typer.Argument(metavar="[REF]…", help="Commits whose contents are fetched as well.")
+        list[str] | None, typer.Argument(metavar="[REF]…", help="Commits to fetch whole.")
     ] = None,
     source: Annotated[
         str | None,
-        typer.Option("--from", metavar="PATH|URL", help="A clone to read in place, or an address to clone from."),
+        typer.Option(
+            "--from", metavar="PATH|URL", help="A clone to read in place, or an address to clone from."
+        ),
     ] = None,
-    wheel: Annotated[bool, typer.Option("--wheel", help="The released sglang as a zip, instead of a clone.")] = False,
+    wheel: Annotated[
+        bool, typer.Option("--wheel", help="The released sglang as a zip, instead of a clone.")
+    ] = False,
 ) -> None:
     """Clone upstream's history into the cache, or name a clone that is here; resumes where it was stopped."""
     ledger = LedgerHistory.load()
@@ -75,7 +79,9 @@ def check(
     counts = Counter(fact.state for fact in facts)
     say(", ".join(f"{counts[state]} {state}" for state in STATES))
     if not counts[PROVEN]:
-        raise UpstreamError("Nothing could be proven here: this is no clone of sgl-project/sglang, or far too old.")
+        raise UpstreamError(
+            "Nothing could be proven here: this is no clone of sgl-project/sglang, or far too old."
+        )
     if counts[FAILED]:
         raise typer.Exit(1)
 

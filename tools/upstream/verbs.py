@@ -16,7 +16,9 @@ from .ledger import LedgerHistory, RecordedWheel
 from .source import open_history, open_wheel
 from .wheel import SPECULATIVE_IN_WHEEL, Wheel
 
-Ref = Annotated[str, typer.Argument(metavar="REF", help="A tag, branch, hash or pull request (#2150 or 2150).")]
+Ref = Annotated[
+    str, typer.Argument(metavar="REF", help="A tag, branch, hash or pull request (#2150 or 2150).")
+]
 
 
 def sentences(function: Callable[..., None]) -> Callable[..., None]:
@@ -55,7 +57,9 @@ def _line(commit: Commit) -> str:
 
 @sentences
 def timeline(
-    group: Annotated[str, typer.Argument(help="chapter, groundwork, month, spring, since, fixes, …")] = "chapter",
+    group: Annotated[
+        str, typer.Argument(help="chapter, groundwork, month, spring, since, fixes, …")
+    ] = "chapter",
 ) -> None:
     """The commits of a group, oldest first; without one the chapter's twelve."""
     history, ledger = history_said(), LedgerHistory.load()
@@ -100,7 +104,9 @@ def diff(
 
 @sentences
 def files(
-    refs: Annotated[list[str], typer.Argument(metavar="REF…", help="One ref or several; 0.5.23 is the wheel.")],
+    refs: Annotated[
+        list[str], typer.Argument(metavar="REF…", help="One ref or several; 0.5.23 is the wheel.")
+    ],
     under: Annotated[str, typer.Option(help="The folder.")] = SPECULATIVE,
 ) -> None:
     """The Python files of a folder at a ref, and how many are workers; several refs make a table."""
@@ -140,7 +146,9 @@ def symbols(
 
 
 @sentences
-def log(path: Annotated[str, typer.Argument(help="From upstream's root, or a file name in speculative/.")]) -> None:
+def log(
+    path: Annotated[str, typer.Argument(help="From upstream's root, or a file name in speculative/.")],
+) -> None:
     """The commits of main that touch a file or a folder, oldest first."""
     history, path = history_said(), _whole(path)
     try:
