@@ -40,7 +40,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence of a page, and its proof: a table for the kinds "git" and "wheel", a sentence for "told"."""
+    """One sentence of a page, and its proof: a table for "git" and "wheel", a sentence for "told"."""
 
     page: str
     id: str

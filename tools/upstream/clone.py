@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .history import (
     SPECULATIVE,
+    UPSTREAM_URL,
     Change,
     Commit,
     History,
@@ -34,12 +35,16 @@ _MAINS = ("refs/remotes/upstream/main", "refs/remotes/origin/main", "refs/heads/
 class CloneHistory(History):
     """Reads `path`, a bare repository or a working clone. HEAD is never asked: a fork's is the fork's own."""
 
-    def __init__(self, path: Path, ledger: LedgerHistory | None = None) -> None:
-        """Raises UpstreamError where there is no repository. The ledger gives pull requests and `newest`."""
+    def __init__(self, path: Path, ledger: LedgerHistory | None = None, is_ours: bool = False) -> None:
+        """The ledger gives pull requests and `newest`; `is_ours` says that `fledge upstream fetch` made it.
+
+        Raises UpstreamError where there is no repository.
+        """
         self.path = Path(path)
         self.label = f"the clone in {self.path}"
         self.git = QuietGit(git_dir_of(self.path))
         self.ledger = ledger
+        self.is_ours = is_ours
 
     @functools.cached_property
     def newest(self) -> str:
@@ -282,13 +287,14 @@ class CloneHistory(History):
         return self.git.words(*words).decode(errors="surrogateescape")
 
     def _missing(self, what: str, ref: str, error: UpstreamError) -> MissingObject:
-        remotes = self._promisors() or [UPSTREAM_HAS]
+        remote = (self._remotes() or [UPSTREAM_URL.removesuffix(".git")])[0]
+        mend = "Run: fledge upstream fetch"
+        mend = f"{mend} {ref}" if self.is_ours else f"Fetch it there with git, or use a clone of ours. {mend}"
         return MissingObject(
-            f"{self.label.capitalize()} does not hold {what}; {remotes[0]} has it. "
-            f"Run: fledge upstream fetch {ref}  ({error})"
+            f"{self.label.capitalize()} does not hold {what}; {remote} has it. {mend}  ({error})"
         )
 
-    def _promisors(self) -> list[str]:
+    def _remotes(self) -> list[str]:
         """The clone's remotes with their addresses, without credentials."""
         try:
             said = self._said("config", "--local", "--get-regexp", r"^remote\..*\.url$")
@@ -296,9 +302,6 @@ class CloneHistory(History):
             return []
         pairs = [line.split(" ", 1) for line in said.splitlines() if " " in line]
         return [f"its remote {key[len('remote.') : -len('.url')]} ({_no_secret(url)})" for key, url in pairs]
-
-
-UPSTREAM_HAS = "https://github.com/sgl-project/sglang"
 
 
 def git_dir_of(path: Path) -> Path:

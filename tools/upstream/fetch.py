@@ -23,7 +23,7 @@ from .history import UPSTREAM_URL, NoSuchRef, UpstreamError
 from .ledger import LedgerHistory
 from .named import Named
 from .quiet_git import QuietGit, as_sentence, git_python
-from .source import remember, upstream_root
+from .source import remember, remembered, upstream_root
 from .wheel import Wheel
 
 Say = Callable[[str], None]
@@ -35,7 +35,7 @@ _NO_MORE = ("--no-tags", "--no-write-fetch-head", "--recurse-submodules=no", "--
 def fetch_clone(
     source: str | None, more: Iterable[str], named: Named, ledger: LedgerHistory, say: Say, watch: Watch
 ) -> CloneHistory:
-    """The clone that is used from now on: `source` itself if it is a path, else a partial clone of an address.
+    """The clone that is used from now on: `source` itself if it is a path, else a partial clone of it.
 
     `more` are refs whose contents are fetched too. Raises UpstreamError, and keeps what has been downloaded.
     """
@@ -45,7 +45,8 @@ def fetch_clone(
         history = CloneHistory(Path(source).expanduser().resolve(), ledger)
         say(f"{history.label.capitalize()} is read in place, and nothing is written to it.")
     else:
-        history = CloneHistory(_partial_clone(source or UPSTREAM_URL, named, say, watch), ledger)
+        url = source or _address_in_use() or UPSTREAM_URL
+        history = CloneHistory(_partial_clone(url, named, say, watch), ledger, is_ours=True)
         _fetch_blobs(history, wanted_blobs(history, named, ledger, more), say, watch)
     lacking = set(ledger.table["commits"]) - history.present()
     total = len(ledger.table["commits"])
@@ -66,6 +67,14 @@ def _is_address(source: str) -> bool:
             f"{source!r} is no address to fetch from: https, ssh and file are, and a folder is."
         )
     return False
+
+
+def _address_in_use() -> str | None:
+    """Where the clone in use came from, if it is one of ours."""
+    path = remembered("clone")
+    if path is None or path.parent != upstream_root().resolve() or not path.is_dir():
+        return None
+    return QuietGit(path).words("config", "--local", "remote.origin.url").decode().strip()
 
 
 def _partial_clone(url: str, named: Named, say: Say, watch: Watch) -> Path:
@@ -147,13 +156,16 @@ def _fetch_blobs(history: CloneHistory, wanted: set[str], say: Say, watch: Watch
 
 def _watched(git: QuietGit, watch: Watch, stdin: bytes, *words: str) -> None:
     """Run a fetch and report what git says of its progress."""
-    parser = git_python().RemoteProgress()
-    names = {parser.COUNTING: "counting", parser.RECEIVING: "receiving", parser.RESOLVING: "resolving deltas"}
-    parser.update = lambda op, count, total=None, message="": watch(
-        names.get(op & parser.OP_MASK, "preparing"), float(count) / float(total) if total else None
-    )
-    handle, errors = parser.new_message_handler(), []
-    process = git.start(*words).proc
+    ops = git_python().RemoteProgress
+    names = {ops.COUNTING: "counting", ops.RECEIVING: "receiving", ops.RESOLVING: "resolving deltas"}
+
+    def update(op: int, count: str | float, total: str | float | None = None, message: str = "") -> None:
+        watch(names.get(op & ops.OP_MASK, "preparing"), float(count) / float(total) if total else None)
+
+    handle = git_python().remote.to_progress_instance(update).new_message_handler()
+    errors = []
+    running = git.start(*words)  # ends its process when it is collected
+    process = running.proc
     try:
         process.stdin.write(stdin)
         process.stdin.close()

@@ -43,7 +43,7 @@ def open_history() -> History:
     if not path.is_dir():
         ledger.label = f"the recorded ledger, since the clone in {path} is gone"
         return ledger
-    return CloneHistory(path, ledger)
+    return CloneHistory(path, ledger, is_ours=path.parent == upstream_root().resolve())
 
 
 def open_wheel() -> Wheel | None:

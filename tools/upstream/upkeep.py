@@ -45,7 +45,7 @@ def fetch(
         fetch_wheel(Path(source) if source else None, ledger, aside)
         return
     if source is None:
-        aside("sgl-project/sglang: its commits and folders, and of its files only what the course names.")
+        aside("Commits and folders, and of the files only what the course names: about 40 MB.")
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:<18}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
