@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
 from .history import (
@@ -27,8 +28,8 @@ from .ledger import LedgerHistory
 from .quiet_git import QuietGit, git_python, without_git_variables
 from .symbols import python_symbols
 
-_FORMAT = "--format=%H%x00%P%x00%an%x00%aI%x00%cI%x00%s"
-_DIFF = ["-r", "--no-ext-diff", "--no-textconv", "--diff-algorithm=myers", "-l1000"]
+_SHOW = ["--encoding=UTF-8", "--no-commit-header", "--format=%H%x00%P%x00%an%x00%aI%x00%cI%x00%s"]
+_DIFF = ["-r", "--no-ext-diff", "--no-textconv", "--diff-algorithm=myers", "-l1000", f"-O{os.devnull}"]
 _MAINS = ("refs/remotes/upstream/main", "refs/remotes/origin/main", "refs/heads/main")
 
 
@@ -276,11 +277,11 @@ class CloneHistory(History):
 
     @functools.cache  # noqa: B019, it lives as long as its command
     def _header(self, full: str) -> list[str]:
-        words = ["rev-list", "--max-count=1", "--no-commit-header", _FORMAT, full]
+        words = ["rev-list", "--max-count=1", *_SHOW, full]
         return self._said(*words).rstrip("\n").split("\0")
 
     def _walk(self, end: str, *only: str) -> list[Commit]:
-        words = ["rev-list", "--first-parent", "--reverse", "--no-commit-header", _FORMAT, end]
+        words = ["rev-list", "--first-parent", "--reverse", *_SHOW, end]
         return [_commit(line.split("\0")) for line in self._said(*words, *only).split("\n") if line]
 
     def _said(self, *words: str) -> str:

@@ -26,6 +26,8 @@ _SETTINGS = {
     "core.attributesFile": os.devnull,
     "core.commitGraph": "false",  # a file beside the objects that may disagree with them
     "core.quotePath": "false",
+    "diff.interHunkContext": "0",
+    "diff.suppressBlankEmpty": "false",
     "log.showSignature": "false",
     "gc.auto": "0",
     "maintenance.auto": "false",
@@ -125,6 +127,8 @@ def without_git_variables(kept: Sequence[str] = ()) -> Iterator[None]:
 def as_sentence(verb: str, stderr: bytes) -> UpstreamError:
     """What git wrote before it failed, as the error that fits."""
     said = printable(stderr.decode(errors="replace")).strip()
+    lines = said.splitlines() or ["nothing"]
     lacking = ("promisor remote", "missing", "unable to read", "bad object", "not allowed", "could not fetch")
     kind = MissingObject if any(words in said for words in lacking) else UpstreamError
-    return kind(f"git {verb} said: {said.splitlines()[-1] if said else 'nothing'}")
+    # The first complaint is the cause; what follows it is advice.
+    return kind(f"git {verb} said: {next((line for line in lines if line.startswith('fatal:')), lines[-1])}")
