@@ -149,6 +149,7 @@ def test_what_is_not_there_is_said(clone: CloneHistory, hashes: dict[str, str]) 
     with pytest.raises(NoSuchFile):
         clone.text("v2", WORKER)
     assert clone.files("v1", "nowhere") == []
+    assert clone.commits("python/*") == clone.lives("python/*") == []  # a path, not a pattern
 
 
 def test_a_fork_is_asked_for_upstreams_main_and_not_for_its_own(
@@ -177,12 +178,21 @@ def test_a_working_tree_of_a_clone_is_the_same_clone(
 
 
 def test_a_commit_graph_that_lies_is_not_read(repo: Path, ledger: LedgerHistory, tmp_path: Path) -> None:
-    """Plausible for a damaged clone: the graph file of one history beside the objects of another."""
+    """A file beside the objects, without a hash over it that git would check: here no commit has a parent."""
     git(tmp_path, "clone", "--quiet", "--bare", "--no-local", str(repo), "copy.git")
     git(tmp_path / "copy.git", "commit-graph", "write", "--reachable")
     graph = tmp_path / "copy.git" / "objects" / "info" / "commit-graph"
     graph.chmod(0o644)
-    graph.write_bytes(b"no graph")
+    lie = bytearray(graph.read_bytes())
+    data = next(
+        int.from_bytes(lie[at + 4 : at + 12])
+        for at in range(8, 8 + 12 * lie[6], 12)
+        if lie[at : at + 4] == b"CDAT"
+    )
+    for entry in range(data, data + 5 * 36, 36):  # tree, two parents, dates
+        lie[entry + 20 : entry + 28] = bytes.fromhex("7000000070000000")
+    graph.write_bytes(lie)
+    assert git(tmp_path / "copy.git", "rev-list", "--count", "main") == "1"  # git believes it
     assert len(CloneHistory(tmp_path / "copy.git", ledger).commits()) == 5
 
 

@@ -234,6 +234,7 @@ def test_the_callers_environment_steers_nothing(
     trace = tmp_path / "trace"
     exec_path = tmp_path / "exec"
     traps.program("exec-path", exec_path / "git-rev-list")
+    write(tmp_path, "config/git/attributes", "* -diff\n")
     for name, value in {
         "GIT_DIR": str(tmp_path / "other" / ".git"),
         "GIT_WORK_TREE": str(tmp_path / "other"),
@@ -247,6 +248,7 @@ def test_the_callers_environment_steers_nothing(
         "GIT_DIFF_OPTS": "--unified=0",
         "GIT_TRACE": str(trace),
         "GIT_ICASE_PATHSPECS": "1",
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
     }.items():
         monkeypatch.setenv(name, value)
     ask_everything(CloneHistory(repo, ledger), ledger, what)
@@ -294,7 +296,7 @@ def test_fetching_from_a_repository_with_traps_runs_none(
 
 
 def test_a_clone_of_somebody_else_is_read(repo: Path, what: Named, ledger: LedgerHistory) -> None:
-    """git refuses it as dubious ownership unless it is told that the reader named it."""
+    """git refuses it as dubious ownership where it finds the folder by itself."""
     history = CloneHistory(repo, ledger)
     history.git._git.update_environment(GIT_TEST_ASSUME_DIFFERENT_OWNER="1")
     ask_everything(history, ledger, what)

@@ -18,17 +18,13 @@ from typing import Any
 
 from .history import MissingObject, UpstreamError, printable
 
-# Over the repository's own values; `safe.directory`, since the reader named the clone and nothing in it runs.
+# Over the repository's own values.
 _SETTINGS = {
-    "safe.directory": "*",
     "core.hooksPath": os.devnull,
     "core.fsmonitor": "false",
     "core.attributesFile": os.devnull,
     "core.commitGraph": "false",  # a file beside the objects that may disagree with them
-    "core.quotePath": "false",
-    "diff.interHunkContext": "0",
     "diff.suppressBlankEmpty": "false",
-    "log.showSignature": "false",
     "gc.auto": "0",
     "maintenance.auto": "false",
     "transfer.bundleURI": "false",
@@ -79,6 +75,7 @@ class QuietGit:
             for i, pair in enumerate(_SETTINGS.items())
             for part, text in zip(("KEY", "VALUE"), pair, strict=True)
         }
+        # A folder that is named, and not found from within, is read whoever owns it.
         self._git.update_environment(
             GIT_DIR=str(git_dir),
             GIT_CONFIG_COUNT=str(len(_SETTINGS)),
