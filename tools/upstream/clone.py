@@ -231,7 +231,7 @@ class CloneHistory(History):
         ]
         said = self.git.words(*words, "--", under, stdin=hashes.encode()).decode(errors="surrogateescape")
         lives: list[Life] = []
-        fields, commit = iter(said.rstrip("\0").split("\0")), ""
+        fields, commit = iter(said.rstrip("\0").split("\0") if said else []), ""
         for field in fields:
             if len(field) == 40:
                 commit = field
