@@ -222,5 +222,11 @@ def test_symbols_are_found_in_any_language() -> None:
     assert [symbol.name for symbol in python_symbols("try:\n  def a(): pass\nexcept E:\n  b = '\\d'\n")] == [
         "a"
     ]
+    enum = python_symbols("class E:\n    A = auto()\n    B: int = 2\n    a, b = 1, 2\nC = 3\n")
+    assert [(s.name, s.kind, s.first) for s in enum] == [
+        ("E", "class", 1),
+        ("E.A", "name", 2),
+        ("E.B", "name", 3),
+    ]
     with pytest.raises(UpstreamError, match="cannot parse"):
         python_symbols("def (")

@@ -280,6 +280,11 @@ def test_fetching_from_a_repository_with_traps_runs_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     arm(repo, traps)
+    for where in ("hooks", "template/hooks"):
+        traps.program(f"{where[:5]}-reference-transaction", tmp_path / where / "reference-transaction")
+    hooks = f"[core]\nhooksPath = {tmp_path}/hooks\n[init]\ntemplateDir = {tmp_path}/template\n"
+    write(tmp_path, "gitconfig", hooks)  # the reader's own settings hold for a download, but for their hooks
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     history = fetch_clone(f"file://{repo}", [], what, ledger, lambda text: None, lambda *progress: None)
     ask_everything(history, ledger, what)
