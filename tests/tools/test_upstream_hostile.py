@@ -300,6 +300,22 @@ def test_fetching_from_a_repository_with_traps_runs_none(
     assert traps.sprung == set()
 
 
+def test_a_rewritten_address_runs_no_program(
+    repo: Path,
+    what: Named,
+    ledger: LedgerHistory,
+    traps: Traps,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write(tmp_path, "gitconfig", f'[url "ext::{traps.program("ext")} "]\ninsteadOf = file://\n')
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UpstreamError, match="transport 'ext' not allowed"):
+        fetch_clone(f"file://{repo}", [], what, ledger, lambda text: None, lambda *progress: None)
+    assert traps.sprung == set()
+
+
 def test_a_clone_of_somebody_else_is_read(repo: Path, what: Named, ledger: LedgerHistory) -> None:
     """git refuses it as dubious ownership where it finds the folder by itself."""
     history = CloneHistory(repo, ledger)
