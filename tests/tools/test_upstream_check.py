@@ -1,7 +1,10 @@
 """`fledge upstream check`: what it proves, what it refuses to believe, and the commands that claims show."""
 
 import copy
+import re
+import shlex
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,14 @@ import pytest
 
 from tests.tools.test_upstream_fetch import make_wheel
 from tests.tools.upstream_repos import KERNEL, RENAMED, SPECULATIVE, TREE, WORKER, build, git, named, recorded
+from tools.provenance import REPO
 from tools.upstream.check import FAILED, PROVEN, TOLD, UNCHECKED, Fact, check
 from tools.upstream.claims import Claim, Disproved, command, prove, read_claims
 from tools.upstream.clone import CloneHistory
 from tools.upstream.history import UpstreamError
 from tools.upstream.ledger import LedgerHistory
 from tools.upstream.named import Named
+from tools.upstream.source import remember
 from tools.upstream.wheel import Wheel
 
 
@@ -241,23 +246,18 @@ def test_every_part_of_a_claim_has_to_hold(repo: Path, ledger: LedgerHistory) ->
 
 
 @pytest.mark.parametrize("proof", [true for true, _ in CLAIMS[:-1]])
-def test_the_command_of_a_claim_runs_in_a_clone(
-    repo: Path, hashes: dict[str, str], proof: dict[str, Any]
+def test_the_command_of_a_claim_shows_it(
+    repo: Path, hashes: dict[str, str], proof: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With hashes, as claims have them; the commands that are ours are seen in the tests of the verbs."""
-    names = {"#7": hashes["change"]}
-    shown = command(
-        Claim("page", "id", "…", "git", proof | {"commit": names.get(proof["commit"], proof["commit"])})
-    )
-    if shown.startswith("fledge "):
-        assert shown.startswith("fledge upstream symbols v1 ")
-        return
-    done = subprocess.run(["bash", "-c", shown], cwd=repo, capture_output=True, text=True, check=False)
-    words_are_absent = "lacks" in proof or proof.get("exists") is False
-    assert done.stderr == "" and done.stdout.strip() not in ("0", "")[words_are_absent:1], (
-        shown,
-        done.stdout,
-    )
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    remember("clone", repo)
+    proof = proof | {"commit": {"#7": hashes["change"]}.get(proof["commit"], proof["commit"])}
+    shown = command(Claim("page", "id", "…", "git", proof))
+    runnable = re.sub("^fledge ", f"{shlex.quote(sys.executable)} -m tools ", shown)
+    done = subprocess.run(["bash", "-c", runnable], cwd=repo, capture_output=True, text=True, check=False)
+    is_absent = "lacks" in proof or proof.get("exists") is False
+    assert (done.stdout.strip() in ("0", "")) is is_absent, (shown, done.stdout, done.stderr)
 
 
 def test_the_commands_quote_what_a_shell_would_read(repo: Path) -> None:
@@ -303,6 +303,7 @@ def test_wheel_and_told(repo: Path, ledger: LedgerHistory, hashes: dict[str, str
         ('id = "a"\nsays = "A."\ngit = { path = "x" }', "commit is missing"),
         ('id = "a"\nsays = "A."\nwheel = { path = "x", commit = "v1" }', "not understood"),
         ('id = "a"\nsays = "A."\ntold = " "', "sentence"),
+        ('id = "a"\nsays = "A."\ngit = { commit = "#2150" }', "git knows no #2150"),
         ('id = "a"\nsays = "A."\ntold = "x"\n[[claim]]\nid = "a"\nsays = "B."\ntold = "y"', "used twice"),
         ("id = ", "is no TOML"),
     ],

@@ -136,6 +136,9 @@ def test_fetch_from_a_folder_and_then_everything_from_it(
     assert done.exit_code == 0 and "It has 4 of the 4 commits" in done.stderr, done.stderr
     assert upstream("timeline").stdout.splitlines()[0].endswith("Add the worker (#12)")
     assert "+        return 11" in upstream("diff", "v1", "--path", "eagle_worker.py").stdout
+    one = upstream("symbols", "v1", "eagle_worker.py", "Worker.size")
+    assert one.stdout == "    @property\n    def size(self):\n        return 11\n"
+    assert "defines no none" in upstream("symbols", "v1", "eagle_worker.py", "none").stderr
     assert KERNEL not in upstream("diff", "v1", "--path", SPECULATIVE).stdout
     assert upstream("log", "eagle_worker.py").stdout.count("\n") == 3
     assert f"  {TREE}\n  {WORKER}\n" in upstream("files", "v1").stdout
