@@ -14,7 +14,7 @@ from tools.upstream import source
 from tools.upstream.check import PROVEN, check
 from tools.upstream.clone import CloneHistory
 from tools.upstream.fetch import fetch_clone
-from tools.upstream.history import SPECULATIVE, MissingObject, NoSuchRef, UpstreamError
+from tools.upstream.history import SPECULATIVE, Change, MissingObject, NoSuchRef, UpstreamError
 from tools.upstream.ledger import LedgerHistory
 from tools.upstream.named import Named
 
@@ -259,6 +259,15 @@ def test_the_callers_environment_steers_nothing(
 def test_the_repositorys_own_settings_change_no_answer(
     repo: Path, what: Named, ledger: LedgerHistory
 ) -> None:
+    write(repo, "letters", "\n".join("bacaddddb") + "\n")  # patience finds another difference than myers
+    for name in ("x", "y"):
+        write(repo, name, name + "\n".join("0123456789") + "\n")
+    commit(repo, "Before (#40)", "2025-04-01")
+    write(repo, "letters", "\n".join("adaddadcb") + "\n")
+    for name in ("x", "y"):
+        (repo / name).unlink()
+        write(repo, f"{name}-renamed", name + "\n".join("0123456788") + "\n")
+    commit(repo, "After (#41)", "2025-04-01")
     for setting in (
         "diff.renames false,diff.algorithm patience,diff.noprefix true,diff.context 0,core.quotePath true,"
         "color.ui always,core.abbrev 4,diff.suppressBlankEmpty true,i18n.logOutputEncoding UTF-16,"
@@ -267,6 +276,11 @@ def test_the_repositorys_own_settings_change_no_answer(
         git(repo, "config", *setting.split())
     history = CloneHistory(repo, ledger)
     ask_everything(history, ledger, what)
+    assert history.commit("#41").files == (
+        Change("letters", 3, 3),
+        Change("x-renamed", 1, 1),
+        Change("y-renamed", 1, 1),
+    )
     assert history.diff("#7", WORKER).startswith(f"diff --git a/{WORKER} b/{WORKER}\n")
     assert "\n \n     @property\n     def size" in history.diff("#7", WORKER)  # three lines of context
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 
 from .history import (
@@ -29,7 +28,8 @@ from .quiet_git import QuietGit, git_python, without_git_variables
 from .symbols import python_symbols
 
 _SHOW = ["--encoding=UTF-8", "--no-commit-header", "--format=%H%x00%P%x00%an%x00%aI%x00%cI%x00%s"]
-_DIFF = ["-r", "--no-ext-diff", "--no-textconv", "--diff-algorithm=myers", "-l1000", f"-O{os.devnull}"]
+# diff-tree, unlike diff and log, takes no algorithm, context, colour or prefix from a configuration.
+_DIFF = ["-r", "--no-ext-diff", "--no-textconv", "-l1000"]
 _MAINS = ("refs/remotes/upstream/main", "refs/remotes/origin/main", "refs/heads/main")
 
 
@@ -214,8 +214,7 @@ class CloneHistory(History):
 
     def diff(self, ref: str, path: str | None = None) -> str:
         only = ["--", check_path(path)] if path else []
-        plain = ["-p", "-U3", "-M", "--no-color", "--src-prefix=a/", "--dst-prefix=b/"]
-        return self._diff_tree(self.resolve(ref), plain, only)
+        return self._diff_tree(self.resolve(ref), ["-p", "-M"], only)
 
     def lives(self, under: str = SPECULATIVE) -> list[Life]:
         hashes = "".join(commit.hash + "\n" for commit in self.commits(under))
