@@ -199,7 +199,7 @@ class CloneHistory(History):
     def changed_blobs(self, ref: str, under: str | None = None) -> set[str]:
         """The hashes of all file contents on either side of a commit's diff; needs none of them."""
         only = ["--", under] if under else []
-        said = self._diff_tree(self.resolve(ref), ["--raw", "--no-renames", "--no-abbrev", "-z"], only)
+        said = self._diff_tree(self.resolve(ref), ["--raw", "--no-abbrev", "-z"], only)
         entries = [entry.split() for entry in said.split("\0") if entry.startswith(":")]
         is_file = [(entry[:2], entry[2:4]) for entry in entries]
         pairs = [pair for modes, oids in is_file for pair in zip(modes, oids, strict=True)]
