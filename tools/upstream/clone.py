@@ -223,7 +223,6 @@ class CloneHistory(History):
             "--stdin",
             "--root",
             *_DIFF,
-            "--no-renames",
             "--diff-filter=AD",
             "--name-status",
             "-z",
