@@ -326,10 +326,6 @@ def born(history: History, of: str) -> datetime:
     return merged(history, _life(history, of).born)
 
 
-@_is(KEYS)
-def length(history: History, of: str, ref: str) -> int:
-    return history.line_count(ref, SRT + of)
-
 
 def _life(history: History, path: str) -> Any:
     """The first life of a file in speculative/."""
