@@ -113,6 +113,10 @@ def _exercise(repo: Path, entry: dict[str, Any]) -> Exercise:
 # The scratch copy
 
 
+class Spoilt(BadInput):
+    """What is remembered of a copy cannot be read; the copy itself may be whole."""
+
+
 @dataclass
 class Tried:
     """What a reader has done with a copy."""
@@ -163,7 +167,10 @@ class Scratch:
 
     @classmethod
     def open(cls, folder: Path, exercise: Exercise) -> Scratch:
-        """The copy in `folder`. Raises BadInput where there is none, or it is another exercise's."""
+        """The copy in `folder`.
+
+        Raises BadInput where there is none, or it is another exercise's, and Spoilt where one cannot tell.
+        """
         try:
             tried = Tried(**json.loads((folder / OWN / "tried.json").read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -172,7 +179,7 @@ class Scratch:
                 "(and give the same --dir to every verb, if you chose one)."
             ) from None
         except (OSError, ValueError, TypeError) as error:
-            raise BadInput(
+            raise Spoilt(
                 f"{folder / OWN / 'tried.json'} cannot be read ({error}): `reset` starts over."
             ) from None
         if tried.exercise != exercise.id:
@@ -225,11 +232,11 @@ def put_in(repo: Path, exercise: Exercise, work: Path) -> Path:
     return stage
 
 
-def solution(exercise: Exercise) -> str:
+def solution(repo: Path, exercise: Exercise) -> str:
     """The patch that mends, as a unified diff."""
     with tempfile.TemporaryDirectory() as work:
-        broken = put_in(REPO, exercise, Path(work))
-        old, new = read_files(broken), read_files(REPO / "stages" / exercise.stage)
+        broken = put_in(repo, exercise, Path(work))
+        old, new = read_files(broken), read_files(repo / "stages" / exercise.stage)
     changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     parts = []
     for name in changed:

@@ -56,7 +56,7 @@ def quiz(
     )
     if not opened:
         return say("Every question is answered. fledge quiz --reset starts anew.")
-    if not sys.stdin.isatty():
+    if not _at_a_terminal():
         _ask(opened[0])
         return say(f"Answer with: fledge quiz {opened[0].id} --answer …")
     _converse(opened, history, progress)
@@ -79,6 +79,10 @@ def answer_of(question: Question, history: History) -> Any:
     if found != question.answer:
         aside(f"Here it is {question.written(found)}; recorded was {question.written(question.answer)}.")
     return found
+
+
+def _at_a_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _converse(opened: list[Question], history: History, progress: Progress) -> None:

@@ -326,7 +326,6 @@ def born(history: History, of: str) -> datetime:
     return merged(history, _life(history, of).born)
 
 
-
 def _life(history: History, path: str) -> Any:
     """The first life of a file in speculative/."""
     for life in history.lives(SPECULATIVE):

@@ -13,7 +13,17 @@ from ..stages.story import verb
 from ..upstream.history import UpstreamError
 from ..upstream.source import open_history
 from ..upstream.verbs import aside, say
-from .mend import HINTS, Exercise, Scratch, find_exercise, read_exercises, read_later, solution
+from .mend import (
+    HINTS,
+    Exercise,
+    Scratch,
+    Spoilt,
+    find_exercise,
+    keep,
+    read_exercises,
+    read_later,
+    solution,
+)
 from .red import Red, run_check
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="An exercise; fledge exercise list names them.")]
@@ -97,7 +107,7 @@ def show_solution(
             f"Try first: edit {folder}, then fledge exercise check {exercise.id}. "
             "The solution opens after that, or with --give-up."
         )
-    say(solution(exercise))
+    say(solution(REPO, exercise))
     say(exercise.mended + "\n")
     _show_commit(exercise)
 
@@ -106,7 +116,10 @@ def show_solution(
 def reset(name: Name, folder: Dir = None) -> None:
     """Start over; what you have changed is kept beside it."""
     exercise, folder = _found(name, folder)
-    kept = Scratch.open(folder, exercise).set_aside()
+    try:
+        kept = Scratch.open(folder, exercise).set_aside()
+    except Spoilt:
+        kept = keep(folder)
     if kept:
         say(f"Your work is kept in {kept}.")
     Scratch.make(REPO, exercise, folder)
