@@ -119,8 +119,14 @@ def test_graphs_are_found_where_they_are_replayed_and_timed_alone(chain, monkeyp
         monkeypatch.setattr(
             worker, name, lambda *args, method=method, graph=graph: (graph.replay(), method(*args))[1]
         )
+    request = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
     with steady._replays(chain) as parts:
-        chain.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 2, "temperature": 0})
+        chain.generate(**request)
+        assert parts()[1] == []  # forwards ran beside the graphs, so these are not the whole round
+    monkeypatch.setattr(steady, "model_forwards", lambda engine: {})
+    replayed.clear()
+    with steady._replays(chain) as parts:
+        chain.generate(**request)
         assert replayed == ["d", "v"]
         alone, together = parts()
     assert {phase: samples for phase, samples in alone} == {
