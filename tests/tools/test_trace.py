@@ -177,9 +177,8 @@ def test_a_stage_whose_drafts_are_a_chain_without_links(tiny_flags) -> None:
 
 
 @pytest.mark.parametrize("name", ["part1_draft_model", "part2_cudagraph_dp"])
-def test_a_stage_that_speculates_beside_its_scheduler(fledge, tiny_options, tmp_path, name) -> None:
-    done = fledge("trace", name, "the ab", *tiny_options)
-    assert done.exit_code == 2 and "add --speculative-algorithm none" in done.stderr
+def test_the_scheduler_of_a_stage_that_speculates_beside_it(fledge, tiny_options, tmp_path, name) -> None:
+    """Its loop is in test_offline_stages.py."""
     out, at = tmp_path / "t.json", tiny_options.index("--speculative-draft-model-path")
     plain = [*tiny_options[:at], *tiny_options[at + 2 :], "--speculative-algorithm", "none"]
     done = fledge("trace", name, "the ab", "--max-new-tokens", 4, "--ignore-eos", "--out", out, *plain)
