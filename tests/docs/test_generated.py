@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,14 @@ def test_the_reference_has_every_flag_and_every_verb() -> None:
     commands = files["snippets/reference/commands.md"]
     assert "### fledge docs build {" in commands and "### fledge trace {" in commands
     assert str(REPO) not in commands and "\x1b" not in commands
+
+
+def test_nothing_that_is_generated_is_committed() -> None:
+    """With a clone at hand, upstream's diffs are in it."""
+    done = subprocess.run(
+        ["git", "ls-files", "docs/generated"], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == ""
 
 
 def test_building_takes_away_what_is_no_longer_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
