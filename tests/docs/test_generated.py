@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import typer
 
 from tools.bench.bench_results import load
 from tools.docs import build, charts, claims, code, errata, history, page, reference, stages, traces
@@ -241,6 +242,25 @@ def test_the_reference_has_every_flag_and_every_verb() -> None:
     commands = files["snippets/reference/commands.md"]
     assert "### fledge docs build {" in commands and "### fledge trace {" in commands
     assert str(REPO) not in commands and "\x1b" not in commands
+
+
+@pytest.mark.parametrize(("link", "fails"), [("b.md#here", False), ("b.md#nowhere", True), ("c.md", True)])
+def test_a_dead_link_fails_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str, fails: bool
+) -> None:
+    settings = (REPO / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[0]
+    (tmp_path / "mkdocs.yml").write_text(settings + "\nnav: [index.md, b.md]\n")
+    shutil.copytree(REPO / "docs" / "assets", tmp_path / "docs" / "assets")
+    (tmp_path / "docs/index.md").write_text(f"# a\n\n[a link]({link})\n")
+    (tmp_path / "docs/b.md").write_text("# b\n\n## here\n")
+    monkeypatch.setattr(build, "REPO", tmp_path)
+    monkeypatch.setattr(build, "write", lambda: 0)
+    if fails:
+        with pytest.raises(typer.Exit):
+            build.build(None)
+    else:
+        build.build(None)
+        assert (tmp_path / "site/index.html").is_file()
 
 
 def test_nothing_that_is_generated_is_committed() -> None:
