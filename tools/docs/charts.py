@@ -78,7 +78,7 @@ def bars(folder: Path, batch: int) -> str:
     """One chart of 360 px, which fits a phone: two bars for each stage."""
     groups = [(stage, rows_of(results(folder, stage), batch)) for stage in ORDER]
     top = max((row["tokens_per_second"]["max"] for _, rows in groups for _, row in rows), default=1.0)
-    width, left, room, y, parts = 360, 4, 262, 34, []
+    width, left, room, y, parts = 360, 4, 210, 34, []
     parts.append(f'<text class="head" x="{left}" y="16">{batch} request{"s" * (batch > 1)} at once</text>')
     for stage, rows in groups:
         parts.append(f'<text x="{left}" y="{y}">{title_of(stage)}</text>')
