@@ -5,7 +5,7 @@
     says = "Part 4 removes no line."
     git = { commit = "815dce0554", removed = 0 }
 
-`git` names a commit ("815dce0554", "v0.4.6", or "815dce0554^" for the state before it) and what holds there:
+`git` names a commit (a hash, a tag, or "815dce0554^" for the state before it) and what holds there:
 
 - `path` with `exists`, `lines`, or `has` / `lacks` (a string in the file); `symbol` narrows the last three to
   one definition, which must be there;
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..provenance import REPO
-from .history import History, MissingObject, NoSuchFile, UpstreamError
+from .history import History, MissingObject, NoSuchFile, UpstreamError, as_pull, check_ref
 from .symbols import excerpt, find_symbol, has_name, python_symbols
 from .wheel import Wheel
 
@@ -90,6 +90,8 @@ def _claim(path: Path, entry: dict[str, Any]) -> Claim:
     needed = "commit" if kind == "git" else "path"
     if needed not in proof or ({"symbol", "lines", "exists"} & set(proof) and "path" not in proof):
         raise UpstreamError(f"{where}: {needed} is missing, or the path of the file that is meant.")
+    if kind == "git" and as_pull(check_ref(proof["commit"]).removesuffix("^")) is not None:
+        raise UpstreamError(f"{where}: git knows no {proof['commit']}; give the commit's hash or a tag.")
     return Claim(path.stem, entry["id"], entry["says"], kind, proof)
 
 
@@ -187,6 +189,9 @@ def command(claim: Claim) -> str:
     else:
         commit = shlex.quote(proof["commit"])
         shown, listed = f"git show {commit}:{path}", f"git ls-tree --name-only {commit} -- {path}"
+    if words is not None and "symbol" in proof and proof["path"].endswith(".py"):
+        name = shlex.quote(proof["symbol"])
+        return f"fledge upstream symbols {commit} {path} {name} | grep {count} -F -- {words}"
     if words is not None and "path" in proof:
         return f"{shown} | grep {count} -F -- {words}"
     if words is not None:

@@ -27,8 +27,9 @@ from .ledger import LedgerHistory
 from .quiet_git import QuietGit, git_python, without_git_variables
 from .symbols import python_symbols
 
-_FORMAT = "--format=%H%x00%P%x00%an%x00%aI%x00%cI%x00%s"
-_DIFF = ["-r", "--no-ext-diff", "--no-textconv", "--diff-algorithm=myers", "-l1000"]
+_SHOW = ["--encoding=UTF-8", "--no-commit-header", "--format=%H%x00%P%x00%an%x00%aI%x00%cI%x00%s"]
+# diff-tree, unlike diff and log, takes no algorithm, context, colour or prefix from a configuration.
+_DIFF = ["-r", "--no-ext-diff", "--no-textconv", "-l1000"]
 _MAINS = ("refs/remotes/upstream/main", "refs/remotes/origin/main", "refs/heads/main")
 
 
@@ -198,7 +199,7 @@ class CloneHistory(History):
     def changed_blobs(self, ref: str, under: str | None = None) -> set[str]:
         """The hashes of all file contents on either side of a commit's diff; needs none of them."""
         only = ["--", under] if under else []
-        said = self._diff_tree(self.resolve(ref), ["--raw", "--no-renames", "--no-abbrev", "-z"], only)
+        said = self._diff_tree(self.resolve(ref), ["--raw", "--no-abbrev", "-z"], only)
         entries = [entry.split() for entry in said.split("\0") if entry.startswith(":")]
         is_file = [(entry[:2], entry[2:4]) for entry in entries]
         pairs = [pair for modes, oids in is_file for pair in zip(modes, oids, strict=True)]
@@ -213,8 +214,7 @@ class CloneHistory(History):
 
     def diff(self, ref: str, path: str | None = None) -> str:
         only = ["--", check_path(path)] if path else []
-        plain = ["-p", "-U3", "-M", "--no-color", "--src-prefix=a/", "--dst-prefix=b/"]
-        return self._diff_tree(self.resolve(ref), plain, only)
+        return self._diff_tree(self.resolve(ref), ["-p", "-M"], only)
 
     def lives(self, under: str = SPECULATIVE) -> list[Life]:
         hashes = "".join(commit.hash + "\n" for commit in self.commits(under))
@@ -223,14 +223,13 @@ class CloneHistory(History):
             "--stdin",
             "--root",
             *_DIFF,
-            "--no-renames",
             "--diff-filter=AD",
             "--name-status",
             "-z",
         ]
         said = self.git.words(*words, "--", under, stdin=hashes.encode()).decode(errors="surrogateescape")
         lives: list[Life] = []
-        fields, commit = iter(said.rstrip("\0").split("\0")), ""
+        fields, commit = iter(said.rstrip("\0").split("\0") if said else []), ""
         for field in fields:
             if len(field) == 40:
                 commit = field
@@ -276,11 +275,11 @@ class CloneHistory(History):
 
     @functools.cache  # noqa: B019, it lives as long as its command
     def _header(self, full: str) -> list[str]:
-        words = ["rev-list", "--max-count=1", "--no-commit-header", _FORMAT, full]
+        words = ["rev-list", "--max-count=1", *_SHOW, full]
         return self._said(*words).rstrip("\n").split("\0")
 
     def _walk(self, end: str, *only: str) -> list[Commit]:
-        words = ["rev-list", "--first-parent", "--reverse", "--no-commit-header", _FORMAT, end]
+        words = ["rev-list", "--first-parent", "--reverse", *_SHOW, end]
         return [_commit(line.split("\0")) for line in self._said(*words, *only).split("\n") if line]
 
     def _said(self, *words: str) -> str:

@@ -60,7 +60,7 @@ def fetch_clone(
 
 
 def _is_address(source: str) -> bool:
-    if re.match(r"(https|ssh|file)://|[\w.-]+@[\w.-]+:", source):
+    if re.match(r"(https|ssh|file)://|\w[\w.-]*@[\w.-]+:", source):
         return True
     if "://" in source or "::" in source or source.startswith("-"):
         raise UpstreamError(

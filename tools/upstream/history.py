@@ -83,10 +83,13 @@ class Commit:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A class, a function or a method ("Class.method"); lines are counted from 1, the last one included."""
+    """A class, a function, a method ("Class.method") or a name that a class body assigns.
+
+    Lines are counted from 1, the last one included.
+    """
 
     name: str
-    kind: str  # "class" or "def"
+    kind: str  # "class", "def" or "name"
     first: int
     last: int
 
@@ -143,7 +146,7 @@ class History(ABC):
 
     @abstractmethod
     def symbols(self, ref: str, path: str) -> list[Symbol]:
-        """The classes, functions and methods of a Python file at a commit, in the file's order."""
+        """What a Python file defines at a commit, in its order: classes, functions, methods, fields."""
 
     @abstractmethod
     def line_count(self, ref: str, path: str) -> int:

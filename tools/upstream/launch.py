@@ -5,6 +5,7 @@ Which flags the real engine knows is recorded in the ledger, from the released w
 
 from __future__ import annotations
 
+import difflib
 import shlex
 from typing import Annotated, Any
 
@@ -39,7 +40,9 @@ def launch(
     say(server_line(flags) + "\n")
     say(engine_call(flags))
     for name in unknown:
-        aside(f"sglang {wheel.version} knows no flag {name}: left out.")
+        near = ", ".join(difflib.get_close_matches(name, wheel.flags))
+        hint = f" (near it: {near})" if near else ""
+        aside(f"sglang {wheel.version} knows no flag {name}, so it is left out{hint}.")
 
 
 def server_line(flags: dict[str, Any]) -> str:

@@ -18,15 +18,13 @@ from typing import Any
 
 from .history import MissingObject, UpstreamError, printable
 
-# Over the repository's own values; `safe.directory`, since the reader named the clone and nothing in it runs.
+# Over the repository's own values.
 _SETTINGS = {
-    "safe.directory": "*",
     "core.hooksPath": os.devnull,
     "core.fsmonitor": "false",
     "core.attributesFile": os.devnull,
     "core.commitGraph": "false",  # a file beside the objects that may disagree with them
-    "core.quotePath": "false",
-    "log.showSignature": "false",
+    "diff.suppressBlankEmpty": "false",
     "gc.auto": "0",
     "maintenance.auto": "false",
     "transfer.bundleURI": "false",
@@ -77,6 +75,7 @@ class QuietGit:
             for i, pair in enumerate(_SETTINGS.items())
             for part, text in zip(("KEY", "VALUE"), pair, strict=True)
         }
+        # A folder that is named, and not found from within, is read whoever owns it.
         self._git.update_environment(
             GIT_DIR=str(git_dir),
             GIT_CONFIG_COUNT=str(len(_SETTINGS)),
@@ -125,6 +124,8 @@ def without_git_variables(kept: Sequence[str] = ()) -> Iterator[None]:
 def as_sentence(verb: str, stderr: bytes) -> UpstreamError:
     """What git wrote before it failed, as the error that fits."""
     said = printable(stderr.decode(errors="replace")).strip()
+    lines = said.splitlines() or ["nothing"]
     lacking = ("promisor remote", "missing", "unable to read", "bad object", "not allowed", "could not fetch")
     kind = MissingObject if any(words in said for words in lacking) else UpstreamError
-    return kind(f"git {verb} said: {said.splitlines()[-1] if said else 'nothing'}")
+    # The first complaint is the cause; what follows it is advice.
+    return kind(f"git {verb} said: {next((line for line in lines if line.startswith('fatal:')), lines[-1])}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..models.cache import sha256_of
 from .clone import CloneHistory
-from .history import Commit, NoSuchRef, Symbol, UpstreamError, workers
+from .history import Commit, NoSuchRef, Symbol, UpstreamError, as_pull, is_hash, workers
 from .named import Named
 from .wheel import Wheel
 
@@ -24,7 +24,10 @@ def record(
     """
     table = named.table
     history.newest = history.resolve(table["newest"])
-    refs = {name: history.resolve(ref) for name, ref in table["refs"].items()}
+    names = [ref for ref in named.commits() if not is_hash(ref) and as_pull(ref) is None]  # tags, in claims
+    refs = {
+        name: history.resolve(ref) for name, ref in ({name: name for name in names} | table["refs"]).items()
+    }
     also_at = [history.resolve(ref) for ref in table["record"]["also_at"]]
     lives = {folder: history.lives(folder) for folder in table["record"]["listed"]}
     logs = {path: history.commits(path) for path in table["record"]["logs"]}

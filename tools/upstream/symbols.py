@@ -11,8 +11,9 @@ from .history import Symbol, UpstreamError
 
 
 def python_symbols(text: str) -> list[Symbol]:
-    """Classes, functions and methods of a Python file, those under `if` and `try` included; none from inside
-    a function. A span starts with the first decorator.
+    """Classes, functions and methods of a Python file, and the names that a class body assigns (members of an
+    enum, fields), those under `if` and `try` included; none from inside a function. A span starts with the
+    first decorator.
 
     Raises UpstreamError for a text that this Python cannot parse.
     """
@@ -34,6 +35,11 @@ def _defined(body: list[ast.stmt], outer: str) -> Iterator[Symbol]:
             yield Symbol(name, "class" if is_class else "def", first, node.end_lineno)
             if is_class:
                 yield from _defined(node.body, f"{name}.")
+        elif outer and isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    yield Symbol(outer + target.id, "name", node.lineno, node.end_lineno)
         else:
             for block in ("body", "orelse", "finalbody"):
                 yield from _defined(getattr(node, block, []), outer)

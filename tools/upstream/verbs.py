@@ -14,6 +14,7 @@ import typer
 from .history import SPECULATIVE, Commit, History, NoSuchRef, NotRecorded, UpstreamError, printable, workers
 from .ledger import LedgerHistory, RecordedWheel
 from .source import open_history, open_wheel
+from .symbols import excerpt, find_symbol
 from .wheel import SPECULATIVE_IN_WHEEL, Wheel
 
 Ref = Annotated[
@@ -130,8 +131,9 @@ def files(
 def symbols(
     ref: Ref,
     path: Annotated[str, typer.Argument(help="From upstream's root, or a file name in speculative/.")],
+    name: Annotated[str | None, typer.Argument(metavar="[SYMBOL]", help="Print this one's text.")] = None,
 ) -> None:
-    """The classes, functions and methods of a Python file at a ref, with their lines."""
+    """The classes, functions and methods of a Python file at a ref, with their lines; or one of them."""
     history = history_said()
     wheel = _wheel(ref, LedgerHistory.load())
     path = _whole(path)
@@ -140,6 +142,13 @@ def symbols(
     else:
         found = history.symbols(ref, path)
         _note(history, ref)
+    if name is not None:
+        chosen = find_symbol(found, name)
+        if chosen is None:
+            raise NoSuchRef(f"{path} at {ref} defines no {name}.")
+        text = wheel.text(path.removeprefix("python/")) if wheel is not None else history.text(ref, path)
+        say(excerpt(text, chosen).rstrip("\n"))
+        return
     for symbol in found:
         say(f"{symbol.first:>5}-{symbol.last:<5} {symbol.lines:>5}  {symbol.kind:<5}  {symbol.name}")
     aside(f"{len(found)} symbols.")
