@@ -191,12 +191,12 @@ def test_record_writes_the_ledger_that_check_proves(
 
 
 def test_the_map_names_both_sides(upstream: Callable[..., Result]) -> None:
-    done = upstream("map", "part4_worker")
+    done = upstream("map", "part3_scheduler")
     assert "speculative/eagle_worker.py:EAGLEWorker.draft " in done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [f"{WORKER}:EAGLEWorker.verify", "32", "lines", "84022c0e56"] in lines
+    assert [f"{WORKER}:EAGLEWorker.draft", "116", "lines", "84022c0e56"] in lines
     assert upstream("map", "no_such_stage").exit_code == 1
-    assert "it maps EAGLEWorker" in upstream("map", "part4_worker", "nothing").stderr
+    assert "it maps ScheduleBatch" in upstream("map", "part3_scheduler", "nothing").stderr
 
 
 def test_both_texts_stand_side_by_side_with_a_clone(
