@@ -78,6 +78,7 @@ def test_steady_rounds_leave_the_engine_as_it_was(plain, chain) -> None:
 
 def test_host_time_is_what_a_round_takes_beyond_the_device() -> None:
     assert Steady(1, 9, [0.4, 0.2, 0.3], {}, [0.1, 0.2]).host == pytest.approx(0.15)
+    assert Steady(1, 9, [0.2], {}, [0.3]).host == 0
     assert Steady(1, 9, [0.4], {}, []).host is None  # no graph was replayed: nobody knows
 
 
