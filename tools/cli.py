@@ -22,6 +22,7 @@ app.add_typer(models_app, name="models")
 app.add_typer(docs_app, name="docs")
 app.add_typer(upstream_app, name="upstream")
 app.add_typer(stages_app, name="stages")
+app.add_typer(upstream_app, name="upstream")
 add_lazy(app, "run", "tools.bench.run:run", "Stream one answer with each accepted run visible.")
 add_lazy(
     app, "divergence", "tools.bench.divergence:divergence", "Find the first difference to plain decoding."
