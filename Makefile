@@ -60,8 +60,8 @@ test: model ## the whole suite; what needs a GPU is skipped where there is none
 	@$(PY) -m pytest $(TWO_AT_A_TIME)
 
 # Everything but the contract suite, and nothing that needs the model or other processes for long.
-quick: $(SETUP) ## under two minutes: everything but the contract suite, two ranks and the real model
-	@$(PY) -m pytest $(TWO_AT_A_TIME) -m 'not model' -k 'not dp_attention and not every_exercise_is_red' $(filter-out tests/contract,$(patsubst %/,%,$(wildcard tests/*/)))
+quick: $(SETUP) ## under two minutes: everything but the contract suite, two ranks, the real model and a browser
+	@$(PY) -m pytest $(TWO_AT_A_TIME) -m 'not model and not browser' -k 'not dp_attention and not every_exercise_is_red' $(filter-out tests/contract,$(patsubst %/,%,$(wildcard tests/*/)))
 
 test-gpu: model ## what needs one GPU or more
 	@$(PY) -m pytest -m 'gpu or multi_gpu'

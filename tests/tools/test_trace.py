@@ -177,14 +177,15 @@ def test_a_stage_whose_drafts_are_a_chain_without_links(tiny_flags) -> None:
 
 
 @pytest.mark.parametrize("name", ["part1_draft_model", "part2_cudagraph_dp"])
-def test_a_stage_that_speculates_beside_its_scheduler(fledge, tiny_options, tmp_path, name) -> None:
-    done = fledge("trace", name, "the ab", *tiny_options)
-    assert done.exit_code == 2 and "add --speculative-algorithm none" in done.stderr
+def test_a_stage_whose_scheduler_knows_of_no_draft(fledge, tiny_options, tmp_path, name) -> None:
     out, at = tmp_path / "t.json", tiny_options.index("--speculative-draft-model-path")
     plain = [*tiny_options[:at], *tiny_options[at + 2 :], "--speculative-algorithm", "none"]
-    done = fledge("trace", name, "the ab", "--max-new-tokens", 4, "--ignore-eos", "--out", out, *plain)
-    assert done.exit_code == 0, done.output
-    assert len(entries(load_trace(out), "decode")) == 3
+    for options, kind in ((tiny_options, "verify"), (plain, "decode")):
+        words = ["the ab", "--max-new-tokens", 6, "--ignore-eos", "--out", out]
+        done = fledge("trace", name, *words, *options)
+        assert done.exit_code == 0, done.output
+        trace = load_trace(out)
+        assert entries(trace, kind) and trace["steps"][0]["cache" if kind == "decode" else "free"]
 
 
 def test_candidates_that_are_not_the_tree_s_are_refused() -> None:

@@ -11,6 +11,8 @@ from typer.testing import Result
 from tests.tools.upstream_repos import KERNEL, TREE, WORKER, build, git, named, recorded
 from tools import json_files
 from tools.bench.stages_door import STAGES
+from tools.exercises.questions import Question
+from tools.exercises.rules import recompute
 from tools.upstream import ledger as ledger_module
 from tools.upstream import source, upkeep
 from tools.upstream.history import SPECULATIVE
@@ -175,12 +177,15 @@ def test_record_writes_the_ledger_that_check_proves(
 
     monkeypatch.setattr(upkeep.Named, "read", lambda: named(hashes))
     monkeypatch.setattr(upkeep, "LEDGER", tmp_path / "ledger.json")
+    rule = {"by": "brings", "word": "return {}", "commit": "#7", "path": "speculative/eagle_worker.py"}
+    asked = Question("q", "p", "?", "choice", "11", rule, "", "", "", choices=("11", "12"))
+    monkeypatch.setattr(upkeep, "read_questions", lambda: [asked])
     assert "fetch --wheel" in upstream("record").stderr
     source.remember("wheel", make_wheel(tmp_path / "sglang-9.9-py3-none-any.whl", a_worker="def f(): pass\n"))
     assert upstream("record").exit_code == 0
-    assert LedgerHistory.load(tmp_path / "ledger.json").wheel.files() == [
-        "sglang/srt/speculative/a_worker.py"
-    ]
+    recorded = LedgerHistory.load(tmp_path / "ledger.json")
+    assert recorded.wheel.files() == ["sglang/srt/speculative/a_worker.py"]
+    assert recompute(asked, recorded) == "11"  # the words that a quiz asks for are recorded with it
     assert upstream("check").exit_code == 0
     assert upstream("files", "9.9").stdout.split() == "9.9 1 files, 1 with _worker: a_worker".split() + [
         "sglang/srt/speculative/a_worker.py"
@@ -191,12 +196,12 @@ def test_record_writes_the_ledger_that_check_proves(
 
 
 def test_the_map_names_both_sides(upstream: Callable[..., Result]) -> None:
-    done = upstream("map", "part4_worker")
-    assert "speculative/eagle_worker.py:EAGLEWorker.draft " in done.stdout
+    done = upstream("map", "part1_draft_model")
+    assert "speculative/eagle_forwards.py:EagleForwards.verify " in done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [f"{WORKER}:EAGLEWorker.verify", "32", "lines", "84022c0e56"] in lines
     assert upstream("map", "no_such_stage").exit_code == 1
-    assert "it maps EAGLEWorker" in upstream("map", "part4_worker", "nothing").stderr
+    assert "it maps grow_tree" in upstream("map", "part4_worker", "nothing").stderr
 
 
 def test_both_texts_stand_side_by_side_with_a_clone(

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.tools.upstream_repos import (
-    KERNEL,
     SPECULATIVE,
     TREE,
     WORKER,
@@ -48,8 +47,8 @@ def hashes(repo: Path) -> dict[str, str]:
 @pytest.fixture
 def what(hashes: dict[str, str]) -> Named:
     symbols = [{"here": "a.py:a", "upstream": f"{WORKER}:Worker", "commit": hashes["change"]}]
-    has = {"commit": "v1", "path": KERNEL, "has": "verify"}
-    claim = Claim("page", "kernel", "The kernel is there.", "git", has)
+    has = {"commit": "v1", "path": "README.md", "has": "upstream"}  # no named commit changes it
+    claim = Claim("page", "readme", "It says so.", "git", has)
     return named(hashes, [claim], symbols=symbols)
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,9 +241,13 @@ def _cell(row: dict[str, Any] | None, with_name: bool = False) -> str:
 def _about(data: Data) -> str:
     commits = {f"{p['commit'] or 'unknown'}"[:10] + "-dirty" * bool(p["dirty"]) for p in data["processes"]}
     versions = data["versions"]
+    engines = [p for p in data["processes"] if p["kind"] == "engine"]
+    turns = Counter((p["configuration"], cell["set"], cell["batch"]) for p in engines for cell in p["cells"])
+    halves = sum(count < 2 for count in turns.values())
+    half = f" Of {len(turns)} cells {halves} come from one process so far, not from two." if halves else ""
     return (
         f"{data['device']}, driver {data.get('driver') or 'none'}, torch {versions['torch']}, "
-        f"triton {versions.get('triton', 'none')}; commit {', '.join(sorted(commits))}."
+        f"triton {versions.get('triton', 'none')}; commit {', '.join(sorted(commits))}.{half}"
     )
 
 

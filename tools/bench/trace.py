@@ -137,11 +137,6 @@ def trace(
 
     flags = merge_flags(found, engine_flags or {})
     refuse_ranks(flags, "trace")
-    if flags.get("speculative_algorithm") and not found.has("spec_scheduler"):
-        raise BadInput(
-            f"{found.name} speculates beside its scheduler, in one step for a whole call: add "
-            "--speculative-algorithm none, or trace a stage whose scheduler takes part."
-        )
     with Growth().watching(found.package()) as growth:
         with Console(stderr=True).status(f"loading {found.name}"):
             engine = found.open(**flags)

@@ -56,7 +56,7 @@ def build(
 ) -> None:
     """Write what is generated, then build the site: a dead link or a missing fragment is an error."""
     _prepare()
-    _mkdocs("build", "--quiet", *(["--site-dir", str(out.absolute())] if out else []))
+    _mkdocs("build", *(["--site-dir", str(out.absolute())] if out else []))
     print(f"the site is in {out or 'site'}: open its index.html, or run `fledge docs serve` for the search")
 
 

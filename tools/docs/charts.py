@@ -69,7 +69,7 @@ def evolution(folder: Path) -> str:
     charts = [bars(folder, batch) for batch in BATCHES]
     note = (
         "Median tokens per second on the eight questions; the thin line runs from the slowest run to the "
-        "fastest. Each batch size has its own scale."
+        "fastest. Each batch size has its own scale. From <code>docs/data/bench/STAGE-triton.json</code>."
     )
     return f'<figure class="drawing">\n{"".join(charts)}<figcaption>{note}</figcaption></figure>\n'
 
@@ -78,7 +78,7 @@ def bars(folder: Path, batch: int) -> str:
     """One chart of 360 px, which fits a phone: two bars for each stage."""
     groups = [(stage, rows_of(results(folder, stage), batch)) for stage in ORDER]
     top = max((row["tokens_per_second"]["max"] for _, rows in groups for _, row in rows), default=1.0)
-    width, left, room, y, parts = 360, 4, 262, 34, []
+    width, left, room, y, parts = 360, 4, 210, 34, []
     parts.append(f'<text class="head" x="{left}" y="16">{batch} request{"s" * (batch > 1)} at once</text>')
     for stage, rows in groups:
         parts.append(f'<text x="{left}" y="{y}">{title_of(stage)}</text>')
@@ -139,7 +139,9 @@ def tuning(folder: Path, stage: str = "part4_worker") -> str:
             text = NOT_YET if row is None else f"{speed(median(row))}, {row['tokens_per_round']:.2f} a round"
             line.append(f"**{text}**" if row is not None and row is best[batch] else text)
         lines.append(line)
-    return table(["steps/topk/tokens, at batch", *map(str, batches)], lines)
+    name = source(Path(f"{stage}-triton.json"))
+    about = f"Short runs, made to choose a shape, on {data['device']}. Source: {name}"
+    return f"{table(['steps/topk/tokens, at batch', *map(str, batches)], lines)}\n\n{about}\n"
 
 
 def median(row: Data) -> float:

@@ -9,14 +9,17 @@ from typing import Any
 from ..stages.diff_html import STYLE, render_fragment
 from ..stages.fold import fold
 from ..stages.story import ORDER
-from ..upstream.history import NotRecorded, UpstreamError
+from ..upstream.history import UpstreamError
 from ..upstream.ledger import LedgerHistory
+from ..upstream.source import open_history
 from . import history
 from .code import find
-from .page import SNIPPETS, Problem, not_yet, read_toml, table
+from .page import SNIPPETS, Problem, fence, not_yet, read_toml, table
+from .page import fold as fold_away
 
 TITLES = ("Part 1", "Part 2", "Part 3", "Part 4", "Spec v2")
 ALL = "all"
+SRT = "python/sglang/srt/"
 
 
 def title_of(stage: str) -> str:
@@ -35,7 +38,8 @@ def files(repo: Path) -> dict[str, str]:
             "facts": stands(stage, facts, ledger),
             "invariants": invariant_list(stage, invariants),
             "diff": diff(repo, stage, facts),
-            "touched": touched(stage, ledger, repo),
+            "touched": touched(stage, ledger),
+            "symbols": symbols(stage, facts),
             "run": run(stage, facts),
             "not_here": not_here(facts),
             "since": since(facts, ledger),
@@ -128,12 +132,12 @@ def diff(repo: Path, stage: str, facts: dict[str, Any] | None) -> str:
     return f"{lead} In the terminal: `fledge stages diff {before} {stage}`.\n\n{html}"
 
 
-def touched(stage: str, ledger: LedgerHistory, repo: Path) -> str:
-    """The files that upstream's commit changed, from the ledger."""
+def touched(stage: str, ledger: LedgerHistory) -> str:
+    """The files that upstream's commit changed, from the ledger; its diff where the reader has a clone."""
     commit = UPSTREAM[stage]
     try:
         found = ledger.commit(commit)
-    except (NotRecorded, UpstreamError) as error:
+    except UpstreamError as error:
         raise Problem(str(error)) from None
     rows = [
         [f"`{change.path}`", f"+{change.added or 0}", f"−{change.removed or 0}"] for change in found.files
@@ -143,7 +147,28 @@ def touched(stage: str, ledger: LedgerHistory, repo: Path) -> str:
         f"file{'s' * (len(found.files) != 1)}, +{found.added:,} −{found.removed:,}. "
         f"The diff itself: `fledge upstream diff {found.short}`.\n\n"
     )
-    return head + table(["file", "added", "removed"], rows)
+    return f"{head}{table(['file', 'added', 'removed'], rows)}\n\n{diff_of_a_clone(found.hash)}"
+
+
+def diff_of_a_clone(commit: str) -> str:
+    """Upstream's diff, folded; empty where there is no clone to read it from. It is never committed."""
+    try:
+        return fold_away("Upstream's diff, from your clone", fence(open_history().diff(commit), "diff"))
+    except UpstreamError:  # the ledger keeps no code, or the clone lacks an object
+        return ""
+
+
+def symbols(stage: str, facts: dict[str, Any] | None) -> str:
+    """What is new in a stage, beside its place upstream."""
+    if facts is None:
+        return missing("which of its symbols stands where upstream")
+    rows = [
+        [f"`{entry['here']}`", f"`{entry['upstream'].removeprefix(SRT)}`", short(entry["commit"])]
+        for entry in facts.get("symbols", [])
+    ]
+    lead = f"New with this stage, and where each stands upstream, below `{SRT}`."
+    more = f"`fledge upstream map {stage} NAME` puts the two side by side."
+    return f"{lead} {more}\n\n{table(['here', 'upstream', 'at'], rows)}"
 
 
 UPSTREAM = {
