@@ -73,7 +73,9 @@ def read_mutant(path: Path) -> Mutant:
     try:
         mutant = Mutant(path, **tomllib.loads(header[0]))
     except (tomllib.TOMLDecodeError, TypeError) as error:
-        raise BadInput(f"needs a header with stage, breaks, killed_by and perhaps commit, hangs ({error})") from None
+        raise BadInput(
+            f"needs a header with stage, breaks, killed_by and perhaps commit, hangs ({error})"
+        ) from None
     if len(header) == 1 or not mutant.killed_by or not mutant.breaks.strip():
         raise BadInput("needs a diff, a sentence `breaks` and at least one test in `killed_by`")
     return mutant
