@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from .docs.cli import app as docs_app
 from .lazy import add_lazy
 from .models.cli import app as models_app
 from .stages.cli import app as stages_app
+from .upstream.cli import app as upstream_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,7 +19,10 @@ app = typer.Typer(
     help="EAGLE speculative decoding as it grew inside SGLang.",
 )
 app.add_typer(models_app, name="models")
+app.add_typer(docs_app, name="docs")
+app.add_typer(upstream_app, name="upstream")
 app.add_typer(stages_app, name="stages")
+app.add_typer(upstream_app, name="upstream")
 add_lazy(app, "run", "tools.bench.run:run", "Stream one answer with each accepted run visible.")
 add_lazy(
     app, "divergence", "tools.bench.divergence:divergence", "Find the first difference to plain decoding."

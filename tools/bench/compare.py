@@ -1,4 +1,4 @@
-"""`fledge compare`: plain decoding, a chain and a tree on the same prompts, as one table.
+"""`fledge compare`: every stage on the same prompts, plain decoding, a chain and a tree, as one table.
 
 All engines of a stage are open side by side and take turns, forth and back, so that a machine that slows down
 slows all of them. Each is warmed up first, and no run finds another's prefixes cached. What a row says of
@@ -102,10 +102,12 @@ def compare_stage(
     repeats: int,
     raw: bool = False,
     advance: Callable[[str], None] = lambda what: None,
+    reference: Row | None = None,
 ) -> list[Row]:
     """All rows of one stage.
 
     Args:
+        reference: plain decoding of another stage, for this one's to be held against.
         advance: called with what comes next, once for each of the `step_count` steps.
     """
     with ExitStack() as stack:
@@ -130,10 +132,11 @@ def compare_stage(
                 advance(f"{row.label}: where the time goes")
                 _measured_run(row, engine, ids, new_tokens)
         plain_row, plain = pairs[0]
-        for row, _ in pairs[1:]:
+        for row, _ in pairs:
+            expected = plain_row if row is not plain_row else reference or plain_row
             row.verdicts = [
-                judge(plain, prompt, expected["output_ids"], got["output_ids"])
-                for prompt, expected, got in zip(ids, plain_row.results, row.results, strict=True)
+                judge(plain, prompt, want["output_ids"], got["output_ids"])
+                for prompt, want, got in zip(ids, expected.results, row.results, strict=True)
             ]
     if len(pairs) > 1:
         advance("simulating the rounds")
@@ -254,6 +257,7 @@ def notes(rows: Sequence[Row], new_tokens: int, repeats: int) -> list[str]:
         f"the fastest and the slowest run of an engine differ by up to {spread:.0%}.",
         "tokens/round: what one verification gives; simulated: the same from a float32 replay of the loop on "
         "these outputs, written apart from the engines.",
+        "identical: to plain decoding of the same stage; plain decoding itself to that of the first stage.",
         "fwd/t: forwards of each model per generated token; one forward serves the whole batch.",
         "time: in the target's forwards, in the draft's, and in all that the host does around them "
         "(scheduling, trees, acceptance, text).",
@@ -302,7 +306,8 @@ def compare(
     rows: list[Row] = []
     with progress(sum(step_count(stage, given, repeats, on_gpu) for stage in chosen)) as advance:
         for stage in chosen:
-            rows += compare_stage(stage, given, texts, max_new_tokens, repeats, raw, advance)
+            first = rows[0] if rows else None
+            rows += compare_stage(stage, given, texts, max_new_tokens, repeats, raw, advance, first)
     console = Console(highlight=False)
     console.print(table_of(rows))
     for line in notes(rows, max_new_tokens, repeats):

@@ -48,13 +48,15 @@ class Plan(NamedTuple):
 
 # Up to how many rows which plan serves, measured on an H200 with tools/bench/kernels.py; beyond: the library.
 PLANS: list[tuple[int, Plan]] = [
-    (1, Plan("few_rows", 1, 1, 1)),
+    (1, Plan("few_rows", 1, 2, 1)),
     (2, Plan("few_rows", 2, 2, 1)),
-    (4, Plan("few_rows", 4, 2, 1)),
-    (8, Plan("sliced", 8, 16, 8, 128)),
-    (16, Plan("tiles", 16, 32, 4, 128, 8)),
-    (64, Plan("tiles", 64, 16, 4, 128, 8)),
-    (256, Plan("tiles", 64, 32, 4, 128, 5)),
+    (4, Plan("few_rows", 4, 1, 1)),
+    (8, Plan("sliced", 8, 16, 4, 128)),
+    (16, Plan("tiles", 16, 32, 4, 64, 8)),
+    (32, Plan("tiles", 16, 16, 4, 64, 8)),
+    (64, Plan("tiles", 64, 16, 4, 128, 5)),
+    (256, Plan("tiles", 64, 32, 4, 64, 8)),
+    (512, Plan("tiles", 64, 64, 4, 64, 8)),
 ]
 
 

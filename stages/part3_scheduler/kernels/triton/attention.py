@@ -23,10 +23,8 @@ import triton.language as tl
 from ..host_metadata import HostMetadata
 from .launch import begin, dependent, row_strided, wait_for_inputs
 
-_BLOCK_N = 64  # a tile of tree columns is then one word of the mask
 # Split or not, and nothing in between: each number of splits is a kernel of its own to compile.
 _SPLITS = 16
-_MIN_SHARE = 3  # a few tiles in one program take no longer than putting parts together
 _SPLIT_GROUPS = 64  # with more groups of programs than this the GPU is busy without
 _INTERPRETED_SPLIT_GROUPS = 0  # the interpreter runs programs one after another
 _LOG2_E = 1.4426950408889634
@@ -39,14 +37,6 @@ def slots_at(table, position, inside, PAGE: tl.constexpr):
         return tl.load(table + position, mask=inside, other=0).to(tl.int64)
     offset = position % PAGE
     return (tl.load(table + position - offset, mask=inside, other=0) + offset).to(tl.int64)
-
-
-@triton.jit
-def _columns_of(tile, whole_tiles, border, stop, BLOCK_N: tl.constexpr):
-    """First column of a tile, and the column where it ends if not before."""
-    behind = tile >= whole_tiles
-    start = tl.where(behind, border + (tile - whole_tiles) * BLOCK_N, tile * BLOCK_N)
-    return start, tl.where(behind, stop, border)
 
 
 @triton.jit
@@ -113,7 +103,6 @@ def _attention_kernel(
     WORDS: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLITS: tl.constexpr,
-    MIN_SHARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -131,33 +120,25 @@ def _attention_kernel(
     k_head = k_cache + kv_head * D
     v_head = v_cache + kv_head * D
 
-    # Tiles of columns: those that every row sees, then those behind the prefix, which the tree mask rules.
-    # Without a mask there is one kind, and a row sees what does not lie behind its own position.
-    if HAS_MASK:
-        border = tl.minimum(prefix, kv_len)
-        stop = kv_len
-    else:
+    # With a mask any row may see what lies behind the prefix, without one only what is not behind itself.
+    stop = kv_len
+    if not HAS_MASK:
         last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
         stop = tl.minimum(prefix + last_token + 1, kv_len)
-        border = stop
-    whole_tiles = tl.cdiv(border, BLOCK_N)
-    tiles = whole_tiles + tl.cdiv(stop - border, BLOCK_N)
-    share = tl.cdiv(tiles, SPLITS)
-    if SPLITS > 1:
-        share = tl.maximum(share, MIN_SHARE)
-    parts_used = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
+    tiles = tl.cdiv(stop, BLOCK_N)
+    share = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
+    parts_used = tl.maximum(tl.cdiv(tiles, share), 1)
     if part >= parts_used:
         return
-    tile = part * share
-    last_tile = tl.minimum(tile + share, tiles)
-    column = tl.arange(0, BLOCK_N)
-    start, limit = _columns_of(tile, whole_tiles, border, stop, BLOCK_N)
-    slot = slots_at(table, start + column, start + column < limit, PAGE)
+    # The columns of this program's share, a tile at a time.
+    stop = tl.minimum(stop, (part + 1) * share * BLOCK_N)
+    column = part * share * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot = slots_at(table, column, column < stop, PAGE)
     # Row m of the tile is query token m // GROUP, head m % GROUP of this group.
     m = first_row + tl.arange(0, BLOCK_M)
     token = m // GROUP
     row_inside = token < q_len
-    if HAS_MASK:  # a tile behind the prefix is one word of the mask, and mostly there is one such tile
+    if HAS_MASK:
         words = tree_mask + request * mask_stride_b + token * mask_stride_q
         first_bits = tl.load(words, mask=row_inside & (WORDS > 0), other=0)
     wait_for_inputs(PDL)
@@ -170,22 +151,23 @@ def _attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    while tile < last_tile:
-        here = start + column
-        inside = here < limit
+    for _ in range(part * share, tl.minimum(tiles, (part + 1) * share)):
+        here, inside = column, column < stop
+        column += BLOCK_N
         key, value = _keys_and_values(k_head, v_head, slot, inside, k_stride, D, BLOCK_D)
+        slot = slots_at(table, column, column < stop, PAGE)  # the next tile's
         if HAS_MASK:
-            word = tile - whole_tiles
-            bits = tl.load(words + word, mask=row_inside & (word > 0) & (word < WORDS), other=0)
-            bits = tl.where(word == 0, first_bits, bits)
-            seen = ((bits[:, None] >> column[None, :].to(tl.int64)) & 1) != 0
-            visible = (seen | (tile < whole_tiles)) & inside[None, :]
+            behind = here - prefix
+            bits = tl.broadcast_to(first_bits[:, None], [BLOCK_M, BLOCK_N])
+            if WORDS > 1:
+                later = row_inside[:, None] & ((behind >= 64) & (behind < 64 * WORDS))[None, :]
+                bits = tl.load(words[:, None] + (behind // 64)[None, :], mask=later, other=bits)
+            seen = ((bits >> (behind & 63).to(tl.int64)[None, :]) & 1) != 0
+            visible = (behind < 0)[None, :] | seen & (behind < 64 * WORDS)[None, :]
         else:
-            visible = (here[None, :] <= prefix + token[:, None]) & inside[None, :]
+            visible = here[None, :] <= prefix + token[:, None]
+        visible &= inside[None, :]
         acc, top, total = _accumulate(query, acc, top, total, key, value, visible, factor, PRECISION)
-        tile += 1
-        start, limit = _columns_of(tile, whole_tiles, border, stop, BLOCK_N)
-        slot = slots_at(table, start + column, (start + column < limit) & (tile < last_tile), PAGE)
 
     if SPLITS > 1:
         if parts_used > 1:
@@ -295,15 +277,14 @@ def attention(
         D=dim,
         BLOCK_D=block_d,
         BLOCK_M=block_m,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=64 if exact or block_d > 64 else 128,
         PAGE=page_size,
         HAS_MASK=tree_mask is not None,
         WORDS=0 if tree_mask is None else mask.shape[2],
         PRECISION="ieee" if exact else "tf32",
         SPLITS=splits,
-        MIN_SHARE=_MIN_SHARE,
-        num_warps=8 if block_m > 64 or (exact and block_m > 16) else 4,
-        num_stages=2,
+        num_warps=8 if (block_m > 16 if exact else block_m > 32 or splits > 1) else 4,
+        num_stages=1,
         **dependent(q),
     )
     return out
