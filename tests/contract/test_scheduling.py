@@ -43,8 +43,6 @@ def test_a_small_pool_evicts_then_retracts_and_never_raises(stage, engines, zoo,
     )
     assert done.tokens == [zoo.r0(p, max_new_tokens=24) for p in prompts]
     assert engine.get_server_info()["num_retractions"] > 0, "the pool was not small enough to test anything"
-    hits = [r["meta_info"]["cached_tokens"] for r in done.results]
-    assert hits == [0] * 5, "what a request finds again of its own is no hit"
     if tree is not None:
         assert [r["meta_info"]["spec_verify_ct"] for r in done.results] == [
             len(simulate(zoo.ref_head(), p, o, *tree)) for p, o in zip(prompts, done.tokens, strict=True)
@@ -78,6 +76,8 @@ def test_retraction_at_every_step(stage, engines, zoo, tree, step):
     assert done.tokens == [zoo.r0(p, max_new_tokens=24) for p in prompts]
     assert not refused or engine.get_server_info()["num_retractions"] == refused[0] - 1
     assert [sum(rounds) for rounds in done.rounds] == [23] * 3
+    hits = [r["meta_info"]["cached_tokens"] for r in done.results]
+    assert hits == [0] * 3, "what a request finds again of its own is no hit"
 
 
 @pytest.mark.needs("spec_scheduler")

@@ -72,19 +72,19 @@ HARM = [
         "which is there: make it",
     ),
     (
-        "tests/mutants/idle_rank_runs_eagerly.patch",
+        "tests/mutants/idle_rank_decides_for_itself.patch",
         r"test_graph_or_eager\w*",
         "test_gone",
         "test_gone, which does not exist",
     ),
     (
-        "tests/mutants/idle_rank_runs_eagerly.patch",
+        "tests/mutants/idle_rank_decides_for_itself.patch",
         r"-        if step.extends:",
         "-        if step.ends:",
         "does not fit",
     ),
     (
-        "tests/mutants/idle_rank_runs_eagerly.patch",
+        "tests/mutants/idle_rank_decides_for_itself.patch",
         r"commit = \"\w+\"",
         'commit = "' + "0" * 40 + '"',
         "no record of 0000",

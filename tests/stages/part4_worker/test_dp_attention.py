@@ -35,6 +35,7 @@ from .dp_helpers import (
     TREES,
     TWO_RANKS,
     Kept,
+    alone,
     begin,
     check_idle,
     check_same,
@@ -452,21 +453,13 @@ def test_more_rows_than_announced_are_an_error_and_not_a_hang():
         DPGroup(1, 2).gather(torch.zeros(3, 4), 2)
 
 
-class Alone(DPGroup):
-    """A group of one, whose collectives are copies."""
-
-    def _run(self, name, collective, out, own, group):
-        self.record([(name, tuple(own.shape), str(own.dtype).removeprefix("torch."))])
-        out.copy_(own)
-
-
 def test_an_idle_rank_brings_rows_of_the_models_own_type(one, monkeypatch):
     """A gather of rows of two types hangs, or mixes them up: in bfloat16 an idle rank's are bfloat16 too."""
-    engine, group = one(TREE, eager=True, dtype="bfloat16"), Alone(0, 1)
+    engine, group = one(TREE, eager=True, dtype="bfloat16"), alone(dp_attention)
     monkeypatch.setattr(dp_attention, "_group", group)
-    engine.scheduler.draft_worker.forward_idle(
-        GlobalStep(draft_rows=2, target_rows=8, draft_extend_rows=4)
-    )
+    step = GlobalStep(draft_rows=2, target_rows=8, draft_extend_rows=4)
+    with torch.inference_mode():
+        engine.scheduler.draft_worker.forward_idle(step)
     rows = [(shape[0], dtype) for name, shape, dtype in group.log if name == "all_gather"]
     assert rows == [(rows, "bfloat16") for rows in [2] * (TREE[0] - 1) + [8] * LAYERS + [4]]
 
