@@ -110,7 +110,7 @@ def test_red_then_green(copy: Path, exercise: Callable[..., Result]) -> None:
         "holds Both are one.",
         "expected [1, 1]",
         "got [2, 1]",
-        "first [0]: 2 for 1",
+        "first [0]: got 2, expected 1",
         "in assert values.both() == [values.y, 1]",
         "where tests/test_values.py:5, in test_same",
     ]

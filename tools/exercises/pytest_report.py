@@ -57,9 +57,11 @@ def _write(test: str, holds: str, error: pytest.ExceptionInfo) -> None:
         told |= {"expected": ("" if op == "==" else op + " ") + _short(right), "got": _short(left)}
         told["first"] = _first_difference(left, right) if op == "==" else ""
     else:
-        lines = [line.strip() for line in str(error.value).splitlines() if line.strip()]
-        kind = "" if error.errisinstance(AssertionError) else f"{error.typename}: "
-        told |= {"expected": statement, "got": kind + "; ".join(lines)[:_SHOWN]}
+        lines = "; ".join(line.strip() for line in str(error.value).splitlines() if line.strip())[:_SHOWN]
+        if error.errisinstance(AssertionError):
+            told |= {"expected": statement, "got": lines or "it does not hold"}
+        else:
+            told |= {"expected": "no exception", "got": f"{error.typename}: {lines}"}
     if isinstance(error.value, SyntaxError) and error.value.filename:
         told["where"] = [f"{_inside(Path(error.value.filename))}:{error.value.lineno}"]
     told["line"] = statement
@@ -85,9 +87,13 @@ def _first_difference(left: Any, right: Any) -> str:
         for i, (a, b) in enumerate(zip(left, right, strict=False)):
             if a != b:
                 deeper = _first_difference(a, b)
-                return f"[{i}]{deeper}" if deeper.startswith("[") else f"[{i}]: {_short(a)} for {_short(b)}"
+                return (
+                    f"[{i}]{deeper}"
+                    if deeper.startswith("[")
+                    else f"[{i}]: got {_short(a)}, expected {_short(b)}"
+                )
         if len(left) != len(right):
-            return f": {len(left)} items for {len(right)}"
+            return f"got {len(left)} items, expected {len(right)}"
     return ""
 
 
