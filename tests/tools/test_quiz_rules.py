@@ -227,7 +227,7 @@ RULES: list[tuple[Question, Any, tuple[str, str], Any]] = [
     (
         question({"by": "draft_slots", "commit": "#3", "bs": 2, "steps": 3, "topk": 4}),
         24,
-        ("num_seqs * ", ""),
+        ("self.topk * ", ""),
         None,
     ),
     (

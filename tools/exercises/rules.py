@@ -273,8 +273,8 @@ def candidates(history: History, commit: str, steps: int, topk: int) -> int:
 @_is(VALUES)
 def draft_slots(history: History, commit: str, bs: int, steps: int, topk: int) -> int:
     """Slots that one draft phase takes, where the page holds one token."""
-    at_once = "num_seqs * self.topk * self.speculative_num_steps"
-    if not _count(history, at_once, commit, WORKER, "EAGLEWorker.draft"):
+    words = ("alloc_token_slots", "self.topk", "speculative_num_steps")
+    if not all(_count(history, word, commit, WORKER, "EAGLEWorker.draft") for word in words):
         raise NoAnswer("the slots are not taken at once")
     return bs * topk * steps
 
@@ -284,7 +284,7 @@ def freed_rows(history: History, commit: str, seq_len: int, page: int, n: int, k
     """Which of n rows a verification gives back, of which it keeps the first `kept` tokens."""
     first = 0
     rejected = set(range(kept, n))
-    if _count(history, "align_evict_mask_to_page_size[", commit, UTILS, "EagleVerifyInput.verify"):
+    if _count(history, "align_evict_mask_to_page_size", commit, UTILS, "EagleVerifyInput.verify"):
         first = (seq_len + kept - 1) // page * page - seq_len
         rejected -= set(range(max(first, 0), min(first + page, n)))
     return " ".join(map(str, sorted(rejected))) or "none"
@@ -293,14 +293,14 @@ def freed_rows(history: History, commit: str, seq_len: int, page: int, n: int, k
 @_is(VALUES)
 def parent_offset(history: History, commit: str, topk: int, request: int) -> int:
     """What is added to a parent's index for the request with this number in the batch."""
-    per_request = _count(history, "batch.batch_size() * self.topk, step=self.topk", commit, UTILS)
+    per_request = _count(history, "step=self.topk", commit, UTILS)
     return request * topk if per_request else 0
 
 
 @_is(VALUES)
 def kept_rows(history: History, commit: str, rows: list[str], index: list[int]) -> str:
     """The rows that the draft state keeps when the batch keeps those of `index`."""
-    cut = _count(history, "self.verified_id[: len(new_indices)]", commit, UTILS)
+    cut = _count(history, "len(new_indices)", commit, UTILS)
     return " ".join(rows[: len(index)] if cut else [rows[i] for i in index])
 
 
@@ -308,7 +308,7 @@ def kept_rows(history: History, commit: str, rows: list[str], index: list[int]) 
 def reserved_names(history: History, ref: str) -> int:
     """Names that no plug-in may take: the members of the enum, and the alias NEXTN."""
     members = _count(history, " = auto()", ref, "speculative/spec_info.py", "SpeculativeAlgorithm")
-    return members + _count(history, 'frozenset({"NEXTN"})', ref, "speculative/spec_registry.py")
+    return members + _count(history, '"NEXTN"', ref, "speculative/spec_registry.py")
 
 
 # Keys
