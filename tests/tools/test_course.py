@@ -111,6 +111,12 @@ HARM = [
         "| how to explain it | `told.md` |",
         "no page for 'how to explain it'",
     ),
+    (
+        "CONTRIBUTING.md",
+        r"\| how to explain it \| `explain.md` \|",
+        "| how to explain it | `explain.md`, not yet |",
+        "no page for 'how to explain it'",
+    ),
     ("CONTRIBUTING.md", r"## Coverage of the chapter", "## Coverage", "no table of what covers the chapter"),
 ]
 
