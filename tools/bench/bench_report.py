@@ -134,11 +134,11 @@ def speed_table(folder: Path, link: Callable[[Path], str]) -> str:
     data = load(path) if path.exists() else None
     # A file from another machine says nothing about these bars.
     data = data if data is not None and data["device"] == goals["device"] else None
-    lines = [["", "must", "goal", "reached", "source"]]
+    lines = [["", "must", "goal", "reached"]]
     for row in goals["rows"]:
         reached = REACHED[row["id"]](data) if data is not None else None
-        lines.append([row["what"], *_bars(row, reached), link(path) if reached else ""])
-    return _markdown(lines)
+        lines.append([row["what"], *_bars(row, reached)])
+    return _markdown(lines) + (f"\n\n{_about(data)} Source: {link(path)}" if data else "")
 
 
 class Reached:
