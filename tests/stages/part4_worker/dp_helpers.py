@@ -115,7 +115,7 @@ def check_idle(engine: Engine) -> None:
 
 
 def alone(dp_attention) -> Any:
-    """A group of one, of a stage's module, whose collectives are copies: what a rank would enter is in its log."""
+    """A group of one, of a stage's module, whose collectives are copies: its log says what a rank enters."""
 
     class Alone(dp_attention.DPGroup):
         def _run(self, name, collective, out, own, group):
