@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test quick test-gpu mutants lint
+.PHONY: help setup model demo test quick test-gpu mutants site lint
 
 export HF_HUB_OFFLINE ?= 1
 FROM ?=
@@ -32,7 +32,7 @@ setup: $(SETUP) ## the environment alone: .venv, or with PYTHON=… a check of t
 	if [ ! -x .venv/bin/python ]; then \
 	    "$$base" -m venv .venv || { rm -rf .venv; \
 	        echo "python3 cannot make a virtual environment. On Debian: apt install python3-venv" >&2; exit 1; }; fi
-	@echo "set-up: about 40 packages into .venv (constraints.txt). The large one is torch: 0.2 GB to download"
+	@echo "set-up: about 55 packages into .venv (constraints.txt). The large one is torch: 0.2 GB to download"
 	@echo "as a CPU build, 3 GB where pip finds the CUDA build. Once; the next run takes what is there."
 	@$(PY) -m pip install --quiet -c constraints.txt pip setuptools
 	@# Without the warning that folders here may hide an installed package of the same name: they are the package.
@@ -59,15 +59,18 @@ TWO_AT_A_TIME = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf '%s' '-n 2
 test: model ## the whole suite; what needs a GPU is skipped where there is none
 	@$(PY) -m pytest $(TWO_AT_A_TIME)
 
-# Everything but the contract suite, and nothing that needs the model, a second process or thousands of steps.
-quick: $(SETUP) ## under two minutes: everything but the contract suite, two ranks, storms and the real model
-	@$(PY) -m pytest $(TWO_AT_A_TIME) -m 'not model' -k 'not dp_attention and not storm' $(filter-out tests/contract,$(patsubst %/,%,$(wildcard tests/*/)))
+# Everything but the contract suite, and nothing that needs the model, other processes or thousands of steps.
+quick: $(SETUP) ## under two minutes: all but the contract suite, two ranks, storms, the real model and a browser
+	@$(PY) -m pytest $(TWO_AT_A_TIME) -m 'not model and not browser' -k 'not dp_attention and not storm and not every_exercise_is_red' $(filter-out tests/contract,$(patsubst %/,%,$(wildcard tests/*/)))
 
 test-gpu: model ## what needs one GPU or more
 	@$(PY) -m pytest -m 'gpu or multi_gpu'
 
 mutants: $(SETUP) ## that the tests fail on every wrong version in tests/mutants
 	@$(PY) -m tools.stages.mutants
+
+site: $(SETUP) ## the site, on this machine at port 8000
+	@$(PY) -m tools docs serve
 
 lint: $(SETUP) ## ruff
 	@$(PY) -m ruff check .

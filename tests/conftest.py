@@ -9,6 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import random  # noqa: E402
+import shutil  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import hypothesis  # noqa: E402
@@ -29,13 +30,21 @@ if not GPUS:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs more GPUs than there are; nothing else is ever skipped from here."""
+    """Skip what needs more GPUs than there are, or a browser where there is none; nothing else, ever.
+
+    Where `CI` is set a missing browser is a failure: .ci/run installs one.
+    """
     needs = {"gpu": 1, "multi_gpu": 2}
     for item in items:
         for name, count in needs.items():
             if item.get_closest_marker(name) and count > GPUS:
                 item.add_marker(pytest.mark.skip(reason=f"{name}: CUDA GPUs needed {count}, found {GPUS}"))
+        if item.get_closest_marker("browser") and BROWSER is None and not os.environ.get("CI"):
+            item.add_marker(pytest.mark.skip(reason="browser: none found, as in `apt install chromium`"))
 
 
 @pytest.fixture(autouse=True)

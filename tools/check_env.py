@@ -27,7 +27,8 @@ SUPPORTED = {
     "rich": ("13.7", None),
 }
 FETCH_ONLY = {"gguf": ("0.17", "1")}
-TEST_ONLY = {"pytest": ("8.4", None), "hypothesis": ("6.100", None)}
+CLONE_ONLY = {"GitPython": ("3.1.50", "4")}
+TEST_ONLY = {"pytest": ("8.4", None), "hypothesis": ("6.100", None), "mkdocs-material": ("9.7", None)}
 TRITON = ("3.5", "3.10")
 MODEL_SPACE = 600_000_000  # bytes that `models fetch` needs for a while: wheel, GGUF and the converted folder
 MARKS = {"good": "ok", "note": "--", "bad": "NO"}
@@ -99,6 +100,8 @@ def check_packages() -> Iterator[Finding]:
     yield check_package("triton", TRITON, ": the backend 'triton' cannot be used")
     for name, supported in FETCH_ONLY.items():
         yield check_package(name, supported, ": `fledge models fetch` cannot convert the model")
+    for name, supported in CLONE_ONLY.items():
+        yield check_package(name, supported, ": `fledge upstream` has the recorded ledger only, no clone")
     for name, supported in TEST_ONLY.items():
         yield check_package(name, supported, ": the tests cannot run")
 

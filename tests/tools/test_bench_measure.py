@@ -78,6 +78,7 @@ def test_steady_rounds_leave_the_engine_as_it_was(plain, chain) -> None:
 
 def test_host_time_is_what_a_round_takes_beyond_the_device() -> None:
     assert Steady(1, 9, [0.4, 0.2, 0.3], {}, [0.1, 0.2]).host == pytest.approx(0.15)
+    assert Steady(1, 9, [0.2], {}, [0.3]).host == 0
     assert Steady(1, 9, [0.4], {}, []).host is None  # no graph was replayed: nobody knows
 
 
@@ -118,14 +119,19 @@ def test_graphs_are_found_where_they_are_replayed_and_timed_alone(chain, monkeyp
         monkeypatch.setattr(
             worker, name, lambda *args, method=method, graph=graph: (graph.replay(), method(*args))[1]
         )
-    with steady._replays(chain) as parts:
-        chain.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 2, "temperature": 0})
-        assert replayed == ["d", "v"]
-        alone, together = parts()
-    assert {phase: samples for phase, samples in alone} == {
-        "draft": pytest.approx([0.002] * 5), "verify": pytest.approx([0.005] * 5),
-    }  # fmt: skip
-    assert together == pytest.approx([0.007] * 5)
+
+    def one_round() -> tuple[dict, list[float]]:
+        replayed.clear()
+        with steady._replays(chain) as parts:
+            chain.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 2, "temperature": 0})
+            assert replayed == ["d", "v"]
+            alone, together = parts()
+        return dict(alone), together
+
+    phases = {"draft": pytest.approx([0.002] * 5), "verify": pytest.approx([0.005] * 5)}
+    assert one_round() == (phases, []), "the draft extend ran outside of any graph"
+    monkeypatch.setattr(steady, "model_forwards", lambda engine: {})  # as if graphs had held all forwards
+    assert one_round() == (phases, pytest.approx([0.007] * 5))
     assert Graph.replay is original and worker.draft.__name__ == "<lambda>"  # all wrappers are gone
 
 
@@ -222,7 +228,7 @@ def test_the_command_measures_with_a_process_of_its_own(fledge, tiny_options, tm
     (process,) = data["processes"]
     assert (process["configuration"], process["turn"], len(process["cells"])) == ("plain", 1, 1)
     assert {"commit", "dirty", "device", "versions", "command", "how", "prompt_sets"} <= set(data)
-    assert "\nplain: loading\nplain: questions, batch 8\n" in f"\n{done.stderr}"
+    assert "\npart4_worker plain: loading\npart4_worker plain: questions, batch 8\n" in f"\n{done.stderr}"
     (row,) = data["summary"]
     assert row["batch"] == 8 and row["host_seconds"] is not None
     assert f"plain {8:>14} " in done.stdout and "x\nfloor" not in done.stdout

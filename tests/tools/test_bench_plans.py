@@ -10,7 +10,7 @@ import pytest
 from tests.tools.head_helpers import write_folder
 from tests.tools.test_head_data import END, Words
 from tools import json_files, provenance
-from tools.bench import held_out
+from tools.bench import bench, held_out
 from tools.bench.bench_plans import Asked, command_line, engine_plans, floor_plans, hf_plans, tune_plans
 from tools.bench.bench_results import Results
 from tools.bench.configurations import BATCHES, GRID, name_of, read_shape, shape_of
@@ -55,6 +55,20 @@ def test_two_processes_per_configuration_in_abba_order(tiny_flags, tmp_path) -> 
     assert order(engine_plans(asked(tiny_flags), results(tmp_path), config)) == [
         ("plain", 1, [1, 8]), ("chain 3/1/4", 1, [1, 8]), ("tree 3/4/8", 1, [1, 8]),
         ("tree 3/4/8", 2, [1, 8]), ("chain 3/1/4", 2, [1, 8]), ("plain", 2, [1, 8]),
+    ]  # fmt: skip
+
+
+def test_several_stages_take_turns(tiny_flags, tmp_path, monkeypatch) -> None:
+    """There stage by stage and back again, each into its own file."""
+    ran = []
+    monkeypatch.setattr(bench, "run_plans", lambda plans, *more: ran.extend(plans) or [])
+    targets = [(asked(tiny_flags), Results(tmp_path / f"{n}.json", {"stage": n})) for n in ("one", "two")]
+    assert bench.measure(targets, ["plain", "chain"]) == []
+    assert [
+        (results.data["stage"], plan.turn, plan.job["configurations"][0]["name"]) for plan, results in ran
+    ] == [
+        ("one", 1, "plain"), ("one", 1, "chain 3/1/4"), ("two", 1, "plain"), ("two", 1, "chain 3/1/4"),
+        ("two", 2, "chain 3/1/4"), ("two", 2, "plain"), ("one", 2, "chain 3/1/4"), ("one", 2, "plain"),
     ]  # fmt: skip
 
 
@@ -128,8 +142,8 @@ def test_the_command_is_kept_without_its_file() -> None:
 
 
 def test_defaults_follow_the_flags(tiny_flags) -> None:
-    assert asked(tiny_flags).default_configurations() == ["plain", "chain", "tree", "tuned"]
-    assert asked({"model_path": tiny_flags["model_path"]}).default_configurations() == ["plain"]
+    assert asked(tiny_flags).configurations() == ["plain", "chain", "tree", "tuned"]
+    assert asked({"model_path": tiny_flags["model_path"]}).configurations() == ["plain"]
     assert BATCHES == (1, 8, 32, 64, 128)
 
 
@@ -141,6 +155,7 @@ def test_bad_input_is_one_sentence(fledge, tiny_options, tmp_path) -> None:
         (["--set", "riddles"], "There is no prompt set 'riddles': give questions or held-out."),
         (["--config", "3/1/9"], "'3/1/9' is no shape"),
         (["--attention-backend", "flashinfer"], "flashinfer"),
+        (["--stages", "all"], "'part4_worker' and --stages all: give one of them."),
     ):
         done = fledge(*words, *more)
         assert done.exit_code == 2 and sentence in done.stderr and "Traceback" not in done.output

@@ -10,6 +10,7 @@ from tools import json_files
 from tools.bench import bench_report
 from tools.bench.bench_report import DOCUMENTS, FOLDER, REACHED, render, rendered, table_of
 from tools.bench.bench_results import load
+from tools.bench.stages_door import Stage
 from tools.provenance import REPO
 
 GOALS = json.loads((FOLDER / "goals.json").read_text(encoding="utf-8"))
@@ -46,10 +47,16 @@ def process(name: str, cells: list[dict], *rounds: dict, kind: str = "engine", r
     return about | {"cells": cells, "steady": list(rounds), "result": result, "error": None}
 
 
-def measured(folder, *processes: dict, device: str = "NVIDIA H200", backend: str = "triton") -> None:
+def measured(
+    folder,
+    *processes: dict,
+    device: str = "NVIDIA H200",
+    backend: str = "triton",
+    stage: str = "part4_worker",
+) -> None:
     data = {"format": "fledge-bench", "version": 1, "device": device, "driver": "580.1",
             "versions": {"torch": "2.11.0", "triton": "3.6.0"}, "processes": list(processes)}  # fmt: skip
-    json_files.write(folder / f"part4_worker-{backend}.json", data)
+    json_files.write(folder / f"{stage}-{backend}.json", data)
 
 
 @pytest.fixture
@@ -84,13 +91,14 @@ def test_every_table_is_marked_where_it_belongs() -> None:
         for found in bench_report.BLOCK.finditer((REPO / name).read_text())
     ]
     assert names == [
-        "speed", "triton questions", "flashinfer questions", "triton held-out", "flashinfer held-out",
+        "speed", "triton evolution 8", "triton questions", "flashinfer questions", "triton held-out",
+        "flashinfer held-out",
     ]  # fmt: skip
 
 
 def test_committed_results_say_where_they_come_from() -> None:
     for path in FOLDER.glob("*.json"):
-        if path.name == "goals.json":
+        if path.name in ("goals.json", "kernels.json"):
             continue
         data = load(path)
         assert {"device", "versions", "flags", "prompt_sets", "how", "command", "sources_sha256"} <= set(data)
@@ -115,7 +123,7 @@ def test_the_bars_are_those_that_were_asked_for() -> None:
 
 
 def test_nothing_is_claimed_before_it_is_measured(folder) -> None:
-    assert all(line[3:] == ["not measured yet", ""] for line in table(folder)[2:])
+    assert all(line[3:] == ["not measured yet"] for line in table(folder)[2:])
     text = rendered("<!-- bench flashinfer questions -->\n<!-- /bench -->", folder, folder)
     assert "not measured yet: `fledge bench part4_worker --attention-backend flashinfer`" in text
     measured(folder, process("plain", [cell(1, 3000.0)]), device="NVIDIA A100")  # not the bars' machine
@@ -134,9 +142,10 @@ def test_what_was_reached_against_its_bars(folder) -> None:
         ),
         process("chain 1/1/2", [cell(64, 59000.0, 1.6)]),
     )  # fmt: skip
-    source = "[part4_worker-triton.json](part4_worker-triton.json)"
-    name, *bars, reached, link = row(folder, "plain decode step")
-    assert bars == ["≤ 0.60 ms", "≤ 0.40 ms"] and link == source
+    text = rendered("<!-- bench speed -->\n<!-- /bench -->", folder, folder)
+    assert "commit c0ffee0000. Of 5 cells 5 come" in text and "(part4_worker-triton.json)" in text
+    name, *bars, reached = row(folder, "plain decode step")
+    assert bars == ["≤ 0.60 ms", "≤ 0.40 ms"]
     assert reached == "0.39 ms (plain): goal met"
     assert row(folder, "verify step")[3] == "0.46 ms (tree 3/4/8): must met"
     assert row(folder, "one draft")[3] == "65 µs (chain 3/1/4): must met"  # two forwards make three levels
@@ -182,6 +191,21 @@ def test_the_table_of_a_prompt_set(folder) -> None:
     text = rendered("<!-- bench triton questions -->\n<!-- /bench -->", folder, folder)
     assert "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0; commit c0ffee0000." in text
     assert table(folder, "triton held-out")[2] == ["plain", "999 (499–1,249), 0.7× the floor"]
+
+
+def test_the_table_of_the_stages(folder, monkeypatch) -> None:
+    """What a stage has and nobody measured is said, what it does not have is left out."""
+    stages = [
+        Stage(folder / name, {"features": {"present": has}, "run": {"speculative_algorithm": "EAGLE"}})
+        for name, has in (("a", []), ("b", ["tree"]))
+    ]
+    monkeypatch.setattr(bench_report, "all_stages", lambda: stages)
+    rows = [process("plain", [cell(8, 402.0)]), process("chain 3/1/4", [cell(8, 804.0, 2.0)])]
+    measured(folder, *rows, stage="a")
+    assert table(folder, "triton evolution 8")[2:] == [
+        ["a", "402 (201–502)", "804 (402–1,005), 2.00 a round", "", "[a-triton.json](a-triton.json)"],
+        ["b", "not measured yet", "not measured yet", "not measured yet", ""],
+    ]
 
 
 def test_the_terminal_table_has_every_cell(folder) -> None:

@@ -51,15 +51,19 @@ def plan(*names: str, kind: str = "engine", turn: int = 1) -> Plan:
     return Plan(kind, turn, {"repeat": 3, "seconds": 9.0, "configurations": entries, "run": RUN})
 
 
+def paired(plans, results) -> list:
+    return [(plan, results) for plan in plans]
+
+
 def run(path, plans) -> tuple[dict, list[str], list[str]]:
     said: list[str] = []
-    wrong = run_plans(plans, Results(path, HEADER), said.append, command=COMMAND)
+    wrong = run_plans(paired(plans, Results(path, HEADER)), said.append, command=COMMAND)
     return load(path), wrong, said
 
 
 def test_a_process_and_its_header(tmp_path) -> None:
     data, wrong, said = run(tmp_path / "r.json", [plan("plain"), plan("plain", turn=2)])
-    assert (wrong, said) == ([], ["plain", "plain"])
+    assert (wrong, said) == ([], ["part4_worker plain"] * 2)
     assert {name: data[name] for name in HEADER} == HEADER and data["format"] == "fledge-bench"
     first, second = data["processes"]
     assert (first["turn"], second["turn"], first["kind"]) == (1, 2, "engine")
@@ -84,7 +88,7 @@ def test_a_configuration_that_fails_is_reported_and_the_others_go_on(tmp_path) -
 
 def test_the_rest_of_a_shared_process_gets_a_new_one(tmp_path) -> None:
     data, wrong, said = run(tmp_path / "r.json", [plan("a", "crash", "b", "no load", "c", kind="tune")])
-    assert len(wrong) == 2 and said == ["a", "crash", "b", "no load", "c"]
+    assert len(wrong) == 2 and said == [f"part4_worker {n}" for n in ("a", "crash", "b", "no load", "c")]
     assert best_per_batch(data, "tune") == {1: "a"}
     assert [p["configuration"] for p in data["processes"] if p["error"] is None] == ["a", "b", "c"]
 
@@ -105,7 +109,9 @@ def test_a_process_that_hangs_is_ended_and_keeps_its_numbers(tmp_path, monkeypat
     monkeypatch.setattr(bench_runs.threading, "Timer", Timer)
     path, wanted = tmp_path / "r.json", [plan("hang"), plan("plain")]
     wrong = run_plans(
-        wanted, Results(path, HEADER), lambda what: what == "hanging" and Timer.last.ring(), command=COMMAND
+        paired(wanted, Results(path, HEADER)),
+        lambda what: what.endswith("hanging") and Timer.last.ring(),
+        command=COMMAND,
     )
     assert wrong == ["hang: its time was over before it had finished"]
     assert [len(process["cells"]) for process in load(path)["processes"]] == [1, 1]
@@ -113,7 +119,7 @@ def test_a_process_that_hangs_is_ended_and_keeps_its_numbers(tmp_path, monkeypat
 
 def test_nothing_begins_when_the_time_is_over(tmp_path) -> None:
     results, said = Results(tmp_path / "r.json", HEADER), []
-    (wrong,) = run_plans([plan("plain"), plan("a")], results, said.append, time.monotonic(), COMMAND)
+    (wrong,) = run_plans(paired([plan("plain"), plan("a")], results), said.append, time.monotonic(), COMMAND)
     assert wrong == "The time is over: 2 processes did not run. The same command goes on." and said == []
 
 

@@ -13,12 +13,15 @@ from typer.testing import CliRunner
 from tools import check_env
 from tools.check_env import Finding, check_package, check_python, in_range, release, report
 from tools.cli import app
+from tools.docs.cli import app as docs_app
+from tools.exercises.cli import app as exercise_app
 from tools.lazy import add_lazy
 from tools.models.cli import app as models_app
 from tools.stages.cli import app as stages_app
+from tools.upstream.cli import app as upstream_app
 
 REPO = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "transformers", "triton", "numpy")
+HEAVY = ("torch", "transformers", "triton", "numpy", "git")
 
 
 def names(of: typer.Typer) -> list[str]:
@@ -53,7 +56,10 @@ def test_help_needs_nothing_heavy() -> None:
     "verb",
     [[name] for name in names(app)]
     + [["models", name] for name in names(models_app)]
-    + [["stages", name] for name in names(stages_app)],
+    + [["docs", name] for name in names(docs_app)]
+    + [["exercise", name] for name in names(exercise_app)]
+    + [["stages", name] for name in names(stages_app)]
+    + [["upstream", name] for name in names(upstream_app)],
 )
 def test_every_verb_has_help(verb: list[str]) -> None:
     done = CliRunner().invoke(app, [*verb, "--help"], catch_exceptions=False)

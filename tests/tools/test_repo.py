@@ -92,7 +92,7 @@ def test_what_comes_along_is_pinned_too() -> None:
 def test_check_env_checks_the_ranges_of_pyproject() -> None:
     ranges = {requirement.name: requirement.specifier for requirement in named(["dev"])}
     del ranges["ruff"], ranges["pytest-xdist"]  # what works without them
-    checked = {**check_env.SUPPORTED, **check_env.FETCH_ONLY, **check_env.TEST_ONLY}
+    checked = check_env.SUPPORTED | check_env.FETCH_ONLY | check_env.CLONE_ONLY | check_env.TEST_ONLY
     assert {name: check_env.describe_range(bounds) for name, bounds in checked.items()} == {
         name: ",".join(sorted(map(str, specifier), reverse=True)) for name, specifier in ranges.items()
     }
@@ -129,7 +129,8 @@ def test_an_unknown_marker_is_an_error() -> None:
 def test_pytest_is_strict() -> None:
     settings = PROJECT["tool"]["pytest"]["ini_options"]
     assert {"--strict-config", "--strict-markers", "--import-mode=importlib"} <= set(settings["addopts"])
-    assert [marker.partition(":")[0] for marker in settings["markers"]] == ["gpu", "multi_gpu", "model"]
+    markers = [marker.partition(":")[0] for marker in settings["markers"]]
+    assert markers == ["gpu", "multi_gpu", "model", "browser"]
 
 
 def test_a_missing_model_fails_and_does_not_skip(tmp_path: Path) -> None:
@@ -211,7 +212,7 @@ def test_files_are_short_and_say_what_they_are_for() -> None:
 
 def test_make_has_the_targets_that_are_named() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert {"demo", "test", "quick", "test-gpu", "lint"} <= targets
+    assert {"demo", "test", "quick", "test-gpu", "site", "lint"} <= targets
     for name in ("README.md", "CONTRIBUTING.md", ".ci/run"):
         text = (REPO / name).read_text(encoding="utf-8")
         assert set(re.findall(r"\bmake ([a-z]+(?:-[a-z]+)*)(?=[`\n ]*(?:`|\n|PYTHON))", text)) <= targets

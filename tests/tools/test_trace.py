@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import re
+from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
@@ -13,6 +14,7 @@ from tools.bench.stages_door import BadInput, resolve_stage
 from tools.bench.trace import show, split_of, summary, timeline
 from tools.bench.trace_format import load_trace, validate
 from tools.bench.trace_record import parents_of, record
+from tools.bench.trace_trees import Growth, candidates_of, chosen
 from tools.provenance import REPO
 
 STAGE = resolve_stage("part4_worker")
@@ -23,16 +25,21 @@ SHAPES = {
     "tree": {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8},
     "pages": {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8,
               "page_size": 4},
+    "graphs": {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8,
+               "disable_cuda_graph": False, "cuda_graph_bs": [4]},
 }  # fmt: skip
 
 
-def engine_of(tiny_flags, shape: str, **more):
+@contextmanager
+def watched(tiny_flags, shape: str, **more):
+    """An engine, and what watches its trees."""
     flags = dict(tiny_flags) | SHAPES[shape] | {"max_total_tokens": 2048, "max_running_requests": 4} | more
     if shape == "plain":
         del flags["speculative_draft_model_path"]
     else:
         flags["speculative_algorithm"] = "EAGLE"
-    return STAGE.open(**flags)
+    with Growth().watching(STAGE.package()) as growth, STAGE.open(**flags) as engine:
+        yield engine, growth
 
 
 def whole(recorded: dict) -> dict:
@@ -42,8 +49,8 @@ def whole(recorded: dict) -> dict:
 @pytest.fixture(scope="module", params=SHAPES)
 def recorded(request, tiny_flags):
     """A recording of three requests and, apart from it, what the engine gives for them."""
-    with engine_of(tiny_flags, request.param) as engine:
-        trace = whole(record(engine, PROMPTS, 14, ignore_eos=True))
+    with watched(tiny_flags, request.param) as (engine, growth):
+        trace = whole(record(engine, growth, PROMPTS, 14, ignore_eos=True))
         Probe(engine).check_idle()
         assert "step" not in vars(engine.scheduler)  # no wrapper stays
         engine.flush_cache()
@@ -54,8 +61,8 @@ def recorded(request, tiny_flags):
 
 @pytest.fixture(scope="module")
 def tree(tiny_flags) -> dict:
-    with engine_of(tiny_flags, "tree") as engine:
-        return whole(record(engine, PROMPTS, 14, ignore_eos=True))
+    with watched(tiny_flags, "tree") as (engine, growth):
+        return whole(record(engine, growth, PROMPTS, 14, ignore_eos=True))
 
 
 def entries(trace: dict, kind: str) -> list[dict]:
@@ -112,10 +119,87 @@ def test_slots_are_those_that_the_tokens_keep(recorded) -> None:
             assert entry["kept_slots"] == [entry["slots"][node] for node in entry["path"][:kept]]
 
 
+def test_every_proposal_is_in_the_recording(recorded) -> None:
+    shape, trace, _ = recorded
+    steps, topk, n = (
+        SHAPES[shape].get(f"speculative_{name}") for name in ("num_steps", "eagle_topk", "num_draft_tokens")
+    )
+    for entry in entries(trace, "verify"):
+        found = entry["candidates"]
+        assert len(found["tokens"]) == topk + (steps - 1) * topk**2 and len(found["nodes"]) == n
+        assert found["parents"][:topk] == [-1] * topk
+        assert len(set(found["parents"])) == 1 + (steps - 1) * topk  # the root and every beam
+        assert len(entry["draft_slots"]) == topk * (steps - 1)
+    for step in trace["steps"]:  # drafting gave its slots back, so verifying takes the same ones
+        for drafted, verified in zip(slots_of(step, "draft_slots"), slots_of(step, "slots"), strict=False):
+            assert drafted == verified or shape == "pages"
+
+
+def slots_of(step: dict, name: str) -> list[int]:
+    """The slots that a step took, in the order of the free list."""
+    return [slot for entry in step["requests"] for slot in entry.get(name, ())]
+
+
+def test_the_prefix_cache_is_recorded_when_it_changes(recorded) -> None:
+    shape, trace, results = recorded
+    shown = [step["cache"] for step in trace["steps"] if "cache" in step]
+    assert 1 < len(shown) < len(trace["steps"])
+    last = shown[-1]
+    cached = sum(len(edge["tokens"]) for edge in last)
+    assert all(edge["users"] == 0 for edge in last)  # all requests have finished
+    assert max(edge["users"] for edge in shown[0]) > 0
+    # What is not cached is free: every slot has one owner.
+    assert trace["steps"][-1]["free"] + cached == 2048
+    first = trace["requests"][0]
+    tokens = first["prompt_ids"] + first["output_ids"]
+    run = next(edge for edge in last if edge["tokens"][: len(first["prompt_ids"])] == first["prompt_ids"])
+    assert run["tokens"] == tokens[: len(run["tokens"])]
+    assert run["next"] == (None if shape == "plain" else tokens[len(run["tokens"])])
+
+
+def test_a_stage_without_trees_is_recorded_without_candidates(tiny_flags, monkeypatch) -> None:
+    monkeypatch.setattr(Growth, "of", lambda self, draft_token: None)
+    with watched(tiny_flags, "tree") as (engine, growth):
+        trace = whole(record(engine, growth, PROMPTS[:1], 6, ignore_eos=True))
+    validate(trace)
+    assert not [entry for entry in entries(trace, "verify") if "candidates" in entry]
+
+
+def test_a_stage_whose_drafts_are_a_chain_without_links(tiny_flags) -> None:
+    flags = dict(tiny_flags) | SHAPES["chain"] | {"speculative_algorithm": "EAGLE"}
+    part3 = resolve_stage("part3_scheduler")
+    with Growth().watching(part3.package()) as growth, part3.open(**flags) as engine:
+        trace = whole(record(engine, growth, PROMPTS[:2], 8, ignore_eos=True))
+    validate(trace)
+    rounds = entries(trace, "verify")
+    assert rounds and all(entry["parents"] == [-1, 0, 1, 2] for entry in rounds)
+    assert all(entry["draft_slots"] == [] and "candidates" not in entry for entry in rounds)
+
+
+@pytest.mark.parametrize("name", ["part1_draft_model", "part2_cudagraph_dp"])
+def test_a_stage_whose_scheduler_knows_of_no_draft(fledge, tiny_options, tmp_path, name) -> None:
+    out, at = tmp_path / "t.json", tiny_options.index("--speculative-draft-model-path")
+    plain = [*tiny_options[:at], *tiny_options[at + 2 :], "--speculative-algorithm", "none"]
+    for options, kind in ((tiny_options, "verify"), (plain, "decode")):
+        words = ["the ab", "--max-new-tokens", 6, "--ignore-eos", "--out", out]
+        done = fledge("trace", name, *words, *options)
+        assert done.exit_code == 0, done.output
+        trace = load_trace(out)
+        assert entries(trace, kind) and trace["steps"][0]["cache" if kind == "decode" else "free"]
+
+
+def test_candidates_that_are_not_the_tree_s_are_refused() -> None:
+    assert chosen([0.5, 0.25, 0.5, 0.25], 3) == [0, 1, 2]  # equal scores go to the lower number
+    found = candidates_of([9, 1, 3], [0.6, 0.1, 0.5], [1, 2, 3], [-1], topk=3)
+    assert found["nodes"] == [-1, 0, 2] and found["parents"] == [-1, -1, -1]
+    with pytest.raises(RuntimeError, match="was not chosen from these candidates"):
+        candidates_of([9, 1, 4], [0.6, 0.1, 0.5], [1, 2, 3], [-1], topk=3)
+
+
 def test_a_request_that_ends_inside_a_run_is_cut_there(tiny_flags) -> None:
-    with engine_of(tiny_flags, "tree") as engine:
+    with watched(tiny_flags, "tree") as (engine, growth):
         for length in range(5, 12):
-            trace = whole(record(engine, PROMPTS[:1], length, ignore_eos=True))
+            trace = whole(record(engine, growth, PROMPTS[:1], length, ignore_eos=True))
             validate(trace)
             engine.flush_cache()
             last = entries(trace, "verify")[-1]
@@ -127,8 +211,8 @@ def test_a_request_that_ends_inside_a_run_is_cut_there(tiny_flags) -> None:
 
 
 def test_a_prompt_in_chunks(tiny_flags) -> None:
-    with engine_of(tiny_flags, "chain", chunked_prefill_size=8) as engine:
-        trace = whole(record(engine, [list(range(5, 25))], 4, ignore_eos=True))
+    with watched(tiny_flags, "chain", chunked_prefill_size=8) as (engine, growth):
+        trace = whole(record(engine, growth, [list(range(5, 25))], 4, ignore_eos=True))
     validate(trace)
     chunks = entries(trace, "prefill")
     assert [(chunk["cached"], chunk["seq_len"], len(chunk["tokens"])) for chunk in chunks] == [
@@ -212,9 +296,33 @@ def no_parents(trace: dict) -> None:
     del first(trace)["parents"]
 
 
+def other_node(trace: dict) -> None:
+    nodes = first(trace)["candidates"]["nodes"]
+    nodes[1], nodes[2] = nodes[2], nodes[1]
+
+
+def better_left_out(trace: dict) -> None:
+    found = first(trace)["candidates"]
+    number = next(number for number in range(4, 36) if number not in found["nodes"])
+    found["scores"][number] = found["scores"][found["parents"][number]]
+
+
+def above_its_parent(trace: dict) -> None:
+    first(trace)["candidates"]["scores"][-1] = 1.5
+
+
+def stolen_slot(trace: dict) -> None:
+    edges = next(step["cache"] for step in trace["steps"] if len(step.get("cache", ())) > 1)
+    edges[1]["slots"][0] = edges[0]["slots"][0]
+
+
 @pytest.mark.parametrize(
     ("harm", "problem"),
     [
+        (other_node, "the nodes are not the candidates that they name"),
+        (better_left_out, "a better candidate was left out of the tree"),
+        (above_its_parent, "is likelier than its parent"),
+        (stolen_slot, "two entries of the prefix cache own one slot"),
         (swap_token, "the tokens are not those of the path"),
         (other_root, "the tree's root is not the last output token"),
         (wrong_path, "a node stands before its parent"),
@@ -310,8 +418,8 @@ def test_committed_traces_are_valid() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 def test_phases_have_a_time_on_the_device(tiny_flags, shape) -> None:
-    with engine_of({**tiny_flags, "device": "cuda"}, shape) as engine:
-        trace = whole(record(engine, PROMPTS, 14, ignore_eos=True))
+    with watched({**tiny_flags, "device": "cuda"}, shape) as (engine, growth):
+        trace = whole(record(engine, growth, PROMPTS, 14, ignore_eos=True))
     validate(trace)
     for step in trace["steps"]:
         spans = [phase["device_us"] for phase in step["phases"] if phase["name"] != "commit"]

@@ -23,13 +23,17 @@ from .configurations import BATCHES
 from .engine_flags import command
 from .progress import progress
 from .prompt_sets import PromptSet, load_sets
-from .stages_door import TREE_FLAGS, BadInput, all_stages, refuse_ranks, resolve_stage
+from .stages_door import TREE_FLAGS, BadInput, Stage, all_stages, refuse_ranks, resolve_stage
 
 
 @command
 def bench(
     stage: Annotated[
         str | None, typer.Argument(help="A name under stages/, or a directory. Default: the last stage.")
+    ] = None,
+    stages: Annotated[
+        str | None,
+        typer.Option(help="Several stages in turn, each into its own file: all, or names with commas."),
     ] = None,
     config: Annotated[
         list[str] | None,
@@ -78,68 +82,100 @@ def bench(
     if render_tables:
         typer.echo("\n".join(f"{name}: written anew" for name in render()) or "all tables are up to date")
         return
-    found = resolve_stage(stage) if stage else all_stages()[-1]
     given = engine_flags or {}
+    found = _stages(stage, stages)
+    is_special = tune or floor or hf
+    if stages and (is_special or out):
+        raise BadInput("--tune, --floor, --hf and --out are for one stage: name it without --stages.")
     for name in TREE_FLAGS:
         if name in given:
             raise BadInput(f"--{name.replace('_', '-')}: give shapes as --config steps/topk/tokens.")
     refuse_ranks(given, "bench")
-    batches = tuple(sorted(set(batch or BATCHES)))
-    asked = Asked(found, given, batches, _sets(prompt_set), repeat, seconds, max_new_tokens, raw)
-    path = (out or FOLDER / f"{found.name}-{asked.resolved.attention_backend}.json").resolve()
+    batches, sets = tuple(sorted(set(batch or BATCHES))), _sets(prompt_set)
+    targets: list[tuple[Asked, Path]] = []
+    for one in found:
+        asked = Asked(one, given, batches, sets, repeat, seconds, max_new_tokens, raw)
+        name = f"{one.name}-{asked.resolved.attention_backend}.json"
+        targets.append((asked, (out or FOLDER / name).resolve()))
     wrong: list[str] = []
     if not show:
-        is_special = tune or floor or hf
-        names = config or ([] if is_special else asked.default_configurations())
         deadline = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
-        wrong = measure(asked, Results(path, asked.header(), fresh), names, tune, floor, hf, deadline)
+        wanted = [(asked, Results(path, asked.header(), fresh)) for asked, path in targets]
+        wrong = measure(wanted, config or (() if is_special else None), tune, floor, hf, deadline)
     for sentence in wrong:
         typer.echo(sentence, err=True)
-    if not path.exists():  # not a number was measured
-        raise typer.Exit(1)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 100)
-    data = load(path)
-    console.print(table_of(data))
-    for line in notes(data):
-        console.print(line, soft_wrap=True)
-    console.print(f"raw numbers: {path}", soft_wrap=True)
-    if wrong:
+    _print([path for _, path in targets if path.exists()])
+    if wrong or not all(path.exists() for _, path in targets):
         raise typer.Exit(1)
 
 
 def measure(
-    asked: Asked,
-    results: Results,
-    config: Sequence[str],
+    targets: Sequence[tuple[Asked, Results]],
+    config: Sequence[str] | None = None,
     tune: bool = False,
     floor: bool = False,
     hf: bool = False,
     deadline: float = float("inf"),
 ) -> list[str]:
-    """Run what is missing of all that is asked for; returns what went wrong, a sentence each."""
-    first = [*(floor_plans(asked, results) if floor else ()), *(tune_plans(asked, results) if tune else ())]
-    wrong = _run(first, results, deadline)
-    if tune:
+    """Run what is missing of all that is asked for; returns what went wrong, a sentence each.
+
+    With several stages the processes of the first turn run stage by stage, those of the second back again.
+    """
+    wrong = _run(
+        [
+            (plan, results)
+            for asked, results in targets
+            for plans in (floor_plans if floor else None, tune_plans if tune else None)
+            for plan in (plans(asked, results) if plans else ())
+        ],
+        deadline,
+    )
+    for _, results in targets if tune else ():
         results.data["tuned"] = {str(b): name for b, name in best_per_batch(results.data, "tune").items()}
         results.save()
     # What "tuned" means is known only now.
-    rest = [*engine_plans(asked, results, config), *(hf_plans(asked, results) if hf else ())]
-    return wrong + _run(rest, results, deadline)
+    rest = [
+        (plan, results)
+        for asked, results in targets
+        for plan in engine_plans(asked, results, asked.configurations(config))
+    ]
+    there, back = ([pair for pair in rest if pair[0].turn == turn] for turn in (1, 2))
+    back.sort(key=lambda pair: -[results for _, results in targets].index(pair[1]))
+    last = [(plan, results) for asked, results in targets if hf for plan in hf_plans(asked, results)]
+    return wrong + _run([*there, *back, *last], deadline)
 
 
-def _run(plans: list[Plan], results: Results, deadline: float) -> list[str]:
+def _run(plans: list[tuple[Plan, Results]], deadline: float) -> list[str]:
     if not plans:
         return []
-    with progress(sum(_steps(plan) for plan in plans)) as advance:
-        return run_plans(plans, results, advance, deadline)
+    with progress(sum(_steps(plan) for plan, _ in plans)) as advance:
+        return run_plans(plans, advance, deadline)
 
 
 def _steps(plan: Plan) -> int:
     """How often the process says what comes next; about, for those that are no engines."""
     sets = len(plan.job.get("sets", "x"))
     return sum(1 + sets * len(entry.get("batches", "four")) for entry in plan.job["configurations"])
+
+
+def _print(paths: list[Path]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 100)
+    for path in paths:
+        data = load(path)
+        console.print(table_of(data))
+        for line in notes(data):
+            console.print(line, soft_wrap=True)
+        console.print(f"raw numbers of {data['stage']}: {path}", soft_wrap=True)
+
+
+def _stages(stage: str | None, stages: str | None) -> list[Stage]:
+    if stages is None:
+        return [resolve_stage(stage) if stage else all_stages()[-1]]
+    if stage is not None:
+        raise BadInput(f"{stage!r} and --stages {stages}: give one of them.")
+    return all_stages() if stages == "all" else [resolve_stage(name) for name in stages.split(",")]
 
 
 def _sets(names: list[str] | None) -> tuple[PromptSet, ...]:

@@ -124,8 +124,10 @@ class Asked:
         flags = json_like(self.flags(shape))
         return {"name": name_of(shape), "kind": "engine", "flags": flags, "batches": [*batches]}
 
-    def default_configurations(self) -> list[str]:
-        """Plain, chain, tree and tuned, as far as the stage and the flags have them."""
+    def configurations(self, config: Sequence[str] | None = None) -> list[str]:
+        """Those asked for, or else plain, chain, tree and tuned, as far as stage and flags have them."""
+        if config is not None:
+            return [*config]
         if merge_flags(self.stage, self.given).get("speculative_algorithm") is None:
             return [PLAIN]
         return [PLAIN, "chain", *(["tree"] if self.stage.has("tree") else []), "tuned"]

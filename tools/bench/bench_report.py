@@ -1,7 +1,8 @@
 """What a result file of `fledge bench` says: a table for the terminal, Markdown for the README.
 
-A document has its tables between `<!-- bench NAME -->` and `<!-- /bench -->`; NAME is "speed" or
-"BACKEND SET", such as "triton questions". `render` writes them from docs/data/bench, and a test compares.
+A document has its tables between `<!-- bench NAME -->` and `<!-- /bench -->`; NAME is "speed",
+"BACKEND SET", such as "triton questions", or "BACKEND evolution BATCH". `render` writes them from
+docs/data/bench, and a test compares.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ from typing import Any
 from rich.table import Table
 
 from ..provenance import REPO
+from .bench_plans import Asked
 from .bench_results import load
 from .bench_summary import best_per_batch, result_of, steady_of, summarise
 from .configurations import CHAIN, PLAIN, TREE, name_of
+from .stages_door import all_stages
 from .tables import new_table, number, speed
 
 FOLDER = REPO / "docs" / "data" / "bench"
@@ -111,8 +115,13 @@ def rendered(text: str, folder: Path = FOLDER, start: Path = REPO) -> str:
         return f"[{path.name}]({Path(os.path.relpath(path, start)).as_posix()})"
 
     def fill(found: re.Match[str]) -> str:
-        name = found["name"]
-        table = speed_table(folder, link) if name == "speed" else set_table(folder, link, *name.split())
+        words = found["name"].split()
+        if words == ["speed"]:
+            table = speed_table(folder, link)
+        elif words[1] == "evolution":
+            table = evolution_table(folder, link, words[0], int(words[2]))
+        else:
+            table = set_table(folder, link, *words)
         return f"{found[1]}{table}\n{found[3]}"
 
     return BLOCK.sub(fill, text)
@@ -125,11 +134,11 @@ def speed_table(folder: Path, link: Callable[[Path], str]) -> str:
     data = load(path) if path.exists() else None
     # A file from another machine says nothing about these bars.
     data = data if data is not None and data["device"] == goals["device"] else None
-    lines = [["", "must", "goal", "reached", "source"]]
+    lines = [["", "must", "goal", "reached"]]
     for row in goals["rows"]:
         reached = REACHED[row["id"]](data) if data is not None else None
-        lines.append([row["what"], *_bars(row, reached), link(path) if reached else ""])
-    return _markdown(lines)
+        lines.append([row["what"], *_bars(row, reached)])
+    return _markdown(lines) + (f"\n\n{_about(data)} Source: {link(path)}" if data else "")
 
 
 class Reached:
@@ -195,6 +204,28 @@ def set_table(
     return f"{_markdown(lines)}\n\n{_about(data)} Source: {link(path)}"
 
 
+def evolution_table(folder: Path, link: Callable[[Path], str], backend: str, batch: int) -> str:
+    """The eight questions at one batch size, stage by stage."""
+    shapes = {PLAIN: PLAIN, name_of(CHAIN): "chain", name_of(TREE): "tree"}
+    lines = [[f"tokens/s at batch {batch}", *shapes, "source"]]
+    about: list[str] = []
+    for stage in all_stages():
+        path = folder / f"{stage.name}-{backend}.json"
+        wanted = Asked(stage, {}).configurations()
+        if not path.exists():
+            lines.append([stage.name, *(NOT_YET if word in wanted else "" for word in shapes.values()), ""])
+            continue
+        data = load(path)
+        rows = [_row(data, name, batch) for name in shapes]
+        cells = [
+            _cell(row) if row or word in wanted else ""
+            for row, word in zip(rows, shapes.values(), strict=True)
+        ]
+        lines.append([stage.name, *cells, link(path)])
+        about.append(_about(data))
+    return "\n\n".join([_markdown(lines), *dict.fromkeys(about)])
+
+
 def _cell(row: dict[str, Any] | None, with_name: bool = False) -> str:
     if row is None:
         return NOT_YET
@@ -210,9 +241,13 @@ def _cell(row: dict[str, Any] | None, with_name: bool = False) -> str:
 def _about(data: Data) -> str:
     commits = {f"{p['commit'] or 'unknown'}"[:10] + "-dirty" * bool(p["dirty"]) for p in data["processes"]}
     versions = data["versions"]
+    engines = [p for p in data["processes"] if p["kind"] == "engine"]
+    turns = Counter((p["configuration"], cell["set"], cell["batch"]) for p in engines for cell in p["cells"])
+    halves = sum(count < 2 for count in turns.values())
+    half = f" Of {len(turns)} cells {halves} come from one process so far, not from two." if halves else ""
     return (
         f"{data['device']}, driver {data.get('driver') or 'none'}, torch {versions['torch']}, "
-        f"triton {versions.get('triton', 'none')}; commit {', '.join(sorted(commits))}."
+        f"triton {versions.get('triton', 'none')}; commit {', '.join(sorted(commits))}.{half}"
     )
 
 

@@ -34,13 +34,12 @@ class Plan:
 
 
 def run_plans(
-    plans: Sequence[Plan],
-    results: Results,
+    plans: Sequence[tuple[Plan, Results]],
     advance: Callable[[str], None],
     deadline: float = float("inf"),
     command: Sequence[str] = COMMAND,
 ) -> list[str]:
-    """Run the processes in order; returns what went wrong, a sentence each.
+    """Run the processes in order, each for its result file; returns what went wrong, a sentence each.
 
     A configuration that fails is reported and the others go on; one that shares its process with others is
     left out and the rest get a new process. `deadline` is a `time.monotonic()`: what runs then is ended.
@@ -51,7 +50,7 @@ def run_plans(
         if time.monotonic() >= deadline:
             wrong.append(f"The time is over: {len(waiting)} processes did not run. The same command goes on.")
             break
-        plan = waiting.pop(0)
+        plan, results = waiting.pop(0)
         done, error = _run(plan, results, advance, deadline, command)
         rest = plan.job["configurations"][done:]
         if error is not None and rest:
@@ -59,7 +58,8 @@ def run_plans(
             wrong.append(f"{name}: {error}")
             _note_error(results, plan, name, error)
             if rest[1:]:
-                waiting.insert(0, Plan(plan.kind, plan.turn, plan.job | {"configurations": rest[1:]}))
+                others = Plan(plan.kind, plan.turn, plan.job | {"configurations": rest[1:]})
+                waiting.insert(0, (others, results))
     return wrong
 
 
@@ -116,7 +116,7 @@ def _collect(
         except ValueError:  # killed in the middle of a line
             break
         if event["event"] == "progress":
-            advance(event["what"])
+            advance(f"{results.data['stage']} {event['what']}")
             continue
         if event["event"] == "end" and event["error"]:
             return done, event["error"]

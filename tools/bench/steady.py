@@ -42,10 +42,14 @@ class Steady:
 
     @property
     def host(self) -> float | None:
-        """Seconds of a round in which the device had nothing to do; None where that is not known."""
+        """Seconds of a round in which the device had nothing to do; None where that is not known.
+
+        Two clocks and two measurements: where the device is never idle the difference may be a little less
+        than nothing, which is nothing.
+        """
         if not self.device:
             return None
-        return statistics.median(self.rounds) - statistics.median(self.device)
+        return max(0.0, statistics.median(self.rounds) - statistics.median(self.device))
 
 
 def steady(engine: Any, prompts: list[list[int]], new_tokens: int) -> Steady:

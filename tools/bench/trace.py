@@ -133,15 +133,17 @@ def trace(
     if not prompts:
         raise BadInput(f'Give at least one prompt: fledge trace {stage} "What is the capital of France?"')
     from .trace_record import record
+    from .trace_trees import Growth
 
     flags = merge_flags(found, engine_flags or {})
     refuse_ranks(flags, "trace")
-    with Console(stderr=True).status(f"loading {found.name}"):
-        engine = found.open(**flags)
-    with engine:
-        info = engine.get_server_info()
-        ids = encode_prompts(engine.tokenizer, prompts, raw)
-        recorded = record(engine, ids, max_new_tokens, ignore_eos=ignore_eos)
+    with Growth().watching(found.package()) as growth:
+        with Console(stderr=True).status(f"loading {found.name}"):
+            engine = found.open(**flags)
+        with engine:
+            info = engine.get_server_info()
+            ids = encode_prompts(engine.tokenizer, prompts, raw)
+            recorded = record(engine, growth, ids, max_new_tokens, ignore_eos=ignore_eos)
     for request, prompt in zip(recorded["requests"], prompts, strict=True):
         request["prompt"] = prompt
     body = {name: recorded.pop(name) for name in ("pieces", "requests", "steps")}

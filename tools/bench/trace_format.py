@@ -55,6 +55,8 @@ def _problems(trace: Trace) -> Iterator[str]:
         for problem in _step_problems(step, trace, before):
             yield f"step {number}: {problem}"
         before = step["end_us"]
+        for problem in _cache_problems(step.get("cache", []), trace["pieces"]):
+            yield f"step {number}: {problem}"
         for entry in step["requests"]:
             for problem in _entry_problems(entry, step["kind"], trace, written[entry["request"]]):
                 yield f"step {number}, request {entry['request']}: {problem}"
@@ -120,3 +122,38 @@ def _entry_problems(entry: dict[str, Any], kind: str, trace: Trace, written: lis
         yield "kept slots are not those of the kept tokens"
     if len(tokens) < len(path) and written + tokens != request["output_ids"]:
         yield "tokens were dropped and the request went on"
+    if "candidates" in entry:
+        yield from _candidate_problems(entry["candidates"], tree, parents, trace["pieces"])
+
+
+def _candidate_problems(
+    found: dict[str, list], tree: list[int], parents: list[int], pieces: dict[str, str]
+) -> Iterator[str]:
+    tokens, scores, above, nodes = (found[name] for name in ("tokens", "scores", "parents", "nodes"))
+    if not len(tokens) == len(scores) == len(above):
+        yield "tokens, scores and parents of the candidates differ in number"
+    if any(str(token) not in pieces for token in tokens):
+        yield "a candidate has no text in 'pieces'"
+    for number, parent in enumerate(above):
+        if not -1 <= parent < number:
+            yield f"candidate {number} stands before its parent"
+        if not 0 <= scores[number] <= (1.0 if parent < 0 else scores[parent]):
+            yield f"candidate {number} is likelier than its parent"
+    if nodes[0] != -1 or [tokens[number] for number in nodes[1:]] != tree[1:]:
+        yield "the nodes are not the candidates that they name"
+    if [above[number] for number in nodes[1:]] != [nodes[parent] for parent in parents[1:]]:
+        yield "a node hangs elsewhere than its candidate"
+    rest = set(range(len(tokens))) - set(nodes)
+    if rest and max(scores[number] for number in rest) > min(scores[number] for number in nodes[1:]):
+        yield "a better candidate was left out of the tree"
+
+
+def _cache_problems(cache: list[dict[str, Any]], pieces: dict[str, str]) -> Iterator[str]:
+    slots = [slot for edge in cache for slot in edge["slots"]]
+    if len(set(slots)) < len(slots):
+        yield "two entries of the prefix cache own one slot"
+    for number, edge in enumerate(cache):
+        if not -1 <= edge["parent"] < number or len(edge["tokens"]) != len(edge["slots"]):
+            yield f"edge {number} of the prefix cache is none"
+        if any(str(token) not in pieces for token in edge["tokens"]):
+            yield f"edge {number} of the prefix cache has a token without text"

@@ -2,8 +2,8 @@
 
 The phases are methods that have upstream's names in every stage; they are wrapped. On a GPU an event is
 recorded before and after each, so the device's time is known without waiting for it. A tree stands in buffers
-that the next round overwrites: it is copied on the device, in one operation at the end of the step, and read
-when all is over. Nothing else is added to a step. An offline loop's steps are its prefill and its rounds.
+that the next round overwrites: it is copied on the device, behind the end of its step, and read when all is
+over. Nothing else is added to a step. An offline loop's steps are its prefill and its rounds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from .measure import Spots, draft_worker, steps_of, synchronizer, wrap
+from .trace_cache import cache_nodes
 from .trace_format import FORMAT, VERSION, Trace
+from .trace_trees import Growth, candidates_of
 
 ON_DEVICE = ("prefill", "draft prefill", "forward", "draft", "verify", "draft extend")
 
@@ -37,8 +39,8 @@ def trace_phases(engine: Any) -> Spots:
 class Recorder:
     """Collects the steps of the requests whose ids are "0", "1" …; times in µs since the recording began."""
 
-    def __init__(self, engine: Any):
-        self.scheduler = engine.scheduler
+    def __init__(self, engine: Any, growth: Growth):
+        self.scheduler, self.growth = engine.scheduler, growth
         self.is_speculative = draft_worker(engine) is not None
         self.synchronize = synchronizer(engine)
         self.is_cuda = engine.get_server_info()["device"] == "cuda"
@@ -46,8 +48,9 @@ class Recorder:
         self.phases: list[dict[str, Any]] = []
         self.rounds: list[dict[str, Any]] = []
         self.tree: tuple[Any, Any] | None = None  # what `draft` returned, and S of each request then
-        # Entries of rounds whose trees are still on the device: tokens, first children, next siblings.
-        self.unread: list[tuple[list[dict[str, Any]], Any]] = []
+        self.cache: list[dict[str, Any]] = []  # the prefix cache after the last step
+        # Entries of rounds whose trees are still on the device, each with copies of what `_copy_tree` names.
+        self.unread: list[tuple[list[dict[str, Any]], list[Any]]] = []
 
     @contextmanager
     def recording(self, engine: Any) -> Iterator[None]:
@@ -57,9 +60,13 @@ class Recorder:
         with wrap({"step": steps_of(engine)}, self._step), wrap(trace_phases(engine), self._phase):
             yield
         self.synchronize()
-        for entries, trees in self.unread:
-            for entry, tokens, child, sibling in zip(entries, *trees.tolist(), strict=True):
-                entry.update(tree=tokens, parents=parents_of(child, sibling))
+        for entries, copies in self.unread:
+            for entry, *row in zip(entries, *(copy.tolist() for copy in copies), strict=True):
+                [tokens, *links], entry["draft_slots"], *candidates = row
+                parents = parents_of(*links) if links else list(range(-1, len(tokens) - 1))  # a chain
+                entry.update(tree=tokens, parents=parents)
+                if candidates:
+                    entry["candidates"] = candidates_of(tokens, *candidates, self.scheduler.draft_worker.topk)
         for step in self.steps:
             for phase in step["phases"]:
                 if events := phase["device_us"]:
@@ -89,6 +96,11 @@ class Recorder:
         step = {"kind": "decode", "start_us": start, "end_us": self._now(), "phases": self.phases}
         new = {req.rid: req.output_ids[count:] for req, count in zip(reqs, before, strict=True)}
         batch = self.scheduler.last_batch  # None in an offline loop
+        if self.rounds:
+            self._copy_tree()
+        step["free"] = self.scheduler.token_to_kv_pool_allocator.available_size()
+        if (cache := cache_nodes(self.scheduler.tree_cache)) != self.cache:
+            step["cache"] = self.cache = cache
         if counters.forward_ct_prefill > prefills:
             step["kind"] = "prefill"
             rows = [(req, 0, len(req.origin_input_ids)) for req in reqs]  # of a loop, which shares nothing
@@ -116,6 +128,7 @@ class Recorder:
     def _phase(self, phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if phase == "draft":
             seq_lens = args[0].seq_lens.copy()
+            self.growth.forget()
         elif phase == "commit":
             batch = args[0]
             slots = batch.out_cache_loc.reshape(len(batch.reqs), -1).copy()
@@ -132,18 +145,8 @@ class Recorder:
         return result
 
     def _rounds(self, batch: Any, slots: Any, before: list[int], result: Any) -> list[dict[str, Any]]:
-        """What each request's round was; called when the step has read its result."""
-        import torch
-
-        verify_input, seq_lens = self.tree
-        tokens = verify_input.draft_token[: len(batch.reqs)]
-        if hasattr(verify_input, "retrieve_next_token"):
-            links = verify_input.retrieve_next_token, verify_input.retrieve_next_sibling
-        else:  # a chain: each token's child is the next, and nobody has siblings
-            nobody = torch.full_like(tokens, -1)
-            next_one = torch.arange(1, tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
-            links = torch.cat([next_one, nobody[:, :1]], dim=1), nobody
-        trees = torch.stack([tokens, *(link[: len(batch.reqs)] for link in links)])  # [3, bs, n]
+        """What each request's round was, but for the tree; called when the step has read its result."""
+        _, seq_lens = self.tree
         table = batch.req_to_token_pool.req_to_token_host
         found = []
         for i, req in enumerate(batch.reqs):
@@ -152,6 +155,7 @@ class Recorder:
                 {
                     "request": int(req.rid),
                     "seq_len": start,
+                    "draft_slots": [],
                     "tree": [],
                     "parents": [],
                     "slots": slots[i].tolist(),
@@ -160,8 +164,22 @@ class Recorder:
                     "tokens": tokens,
                 }
             )
-        self.unread.append((found, trees))
         return found
+
+    def _copy_tree(self) -> None:
+        """Copy, on the device, what the next round overwrites: of each request its tree and candidates."""
+        import torch
+
+        verify_input, bs = self.tree[0], len(self.rounds)
+        fields = ("draft_token", "retrieve_next_token", "retrieve_next_sibling")  # a chain has no links
+        found = [getattr(verify_input, name)[:bs] for name in fields if hasattr(verify_input, name)]
+        copies = [torch.stack(found, dim=1)]  # [bs, 3, n], [bs, 1, n] of a chain
+        # A chain's drafts may write where it is verified, and take no slots of their own.
+        scratch = getattr(verify_input.step, "draft_slots", verify_input.draft_token[:, :0])
+        copies.append(scratch[:bs].clone())
+        candidates = self.growth.of(verify_input.draft_token)
+        copies += [rows[:bs].clone() for rows in candidates or ()]  # scores, tokens, parents of blocks
+        self.unread.append((self.rounds, copies))
 
 
 def parents_of(child: list[int], sibling: list[int]) -> list[int]:
@@ -175,17 +193,23 @@ def parents_of(child: list[int], sibling: list[int]) -> list[int]:
 
 
 def record(
-    engine: Any, prompts: list[list[int]], new_tokens: int, warm_up_tokens: int = 8, **params: Any
+    engine: Any,
+    growth: Growth,
+    prompts: list[list[int]],
+    new_tokens: int,
+    warm_up_tokens: int = 8,
+    **params: Any,
 ) -> Trace:
     """Answer the prompts at once, greedily, and return the trace without its stage and provenance.
 
-    The engine is warmed up on the same prompts first. Raises BadInput for what the engine refuses.
+    The engine is warmed up on the same prompts first. `growth` has been watching since before the engine was
+    opened. Raises BadInput for what the engine refuses.
     """
     from .stages_door import generate
 
     generate(engine, prompts, min(new_tokens, warm_up_tokens), **params)
     engine.flush_cache()
-    recorder = Recorder(engine)
+    recorder = Recorder(engine, growth)
     rids = [str(number) for number in range(len(prompts))]
     with recorder.recording(engine):
         results = generate(engine, prompts, new_tokens, rid=rids, **params)
@@ -196,7 +220,8 @@ def record(
         for prompt, result in zip(prompts, results, strict=True)
     ]
     used = {token for request in requests for token in request["prompt_ids"] + request["output_ids"]}
-    used |= {t for step in recorder.steps for entry in step["requests"] for t in entry.get("tree", ())}
+    rounds = [entry for step in recorder.steps for entry in step["requests"] if "tree" in entry]
+    used |= {t for entry in rounds for t in entry["tree"] + entry.get("candidates", {}).get("tokens", [])}
     return {
         "format": FORMAT,
         "version": VERSION,

@@ -1,0 +1,1 @@
+"""The site: what is generated from code, data and git, and the strict build around it."""

@@ -1,0 +1,216 @@
+"""Numbers on pages: every one is read from a file that `fledge bench` wrote, or from docs/data/peer.json.
+
+Where a file is not there, the page says that nothing was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ..bench.bench_report import NOT_YET, set_table, speed_table
+from ..bench.bench_results import load
+from ..bench.bench_summary import best_per_batch, summarise
+from ..bench.configurations import PLAIN
+from ..bench.tables import speed
+from .page import SNIPPETS, Problem, read_toml, table
+from .stages import ORDER, title_of
+
+BACKENDS = ("triton", "flashinfer")
+SETS = ("questions", "held-out")
+BATCHES = (1, 64)
+KEYS = {"id", "title", "invariant", "hypothesis", "loses", "misleads", "measured"}
+# Field of a row of a result file → how it is shown: factor, digits, unit.
+FIELDS = {
+    "tokens_per_second": (1.0, ",.0f", "tokens/s"),
+    "tokens_per_round": (1.0, ".2f", "tokens a round"),
+    "step_seconds": (1e3, ".3f", "ms a step"),
+    "device_seconds": (1e3, ".3f", "ms of the device"),
+    "host_seconds": (1e6, ".0f", "µs of the host"),
+    "over_floor": (1.0, ".1f", "× the floor"),
+    "over_plain": (1.0, ".2f", "× plain"),
+}
+
+Data = dict[str, Any]
+
+
+def files(repo: Path) -> dict[str, str]:
+    """The chart, the tables, the ledger of optimisations, and the peer's numbers."""
+    folder = repo / "docs" / "data" / "bench"
+    found = {"speed": speed_table(folder, source), "evolution": evolution(folder), "tuning": tuning(folder)}
+    for backend in BACKENDS:
+        for prompts in SETS:
+            found[f"{backend}-{prompts}"] = set_table(folder, source, backend, prompts)
+    found["optimisations"] = optimisations(repo, folder)
+    found["peer"] = peer(repo)
+    return {f"{SNIPPETS}/bench/{name}.md": text for name, text in found.items()}
+
+
+def source(path: Path) -> str:
+    return f"`docs/data/bench/{path.name}`"
+
+
+def results(folder: Path, stage: str, backend: str = "triton") -> Data | None:
+    """A stage's result file, or None."""
+    path = folder / f"{stage}-{backend}.json"
+    return load(path) if path.is_file() else None
+
+
+# The evolution chart
+
+
+def evolution(folder: Path) -> str:
+    """Tokens per second of every stage, plain and with its best drafts, as bars with their extremes."""
+    if not any(results(folder, stage) for stage in ORDER):
+        return f"{NOT_YET}: `fledge bench STAGE` on a machine with a GPU writes what this chart shows.\n"
+    charts = [bars(folder, batch) for batch in BATCHES]
+    note = (
+        "Median tokens per second on the eight questions; the thin line runs from the slowest run to the "
+        "fastest. Each batch size has its own scale. From <code>docs/data/bench/STAGE-triton.json</code>."
+    )
+    return f'<figure class="drawing">\n{"".join(charts)}<figcaption>{note}</figcaption></figure>\n'
+
+
+def bars(folder: Path, batch: int) -> str:
+    """One chart of 360 px, which fits a phone: two bars for each stage."""
+    groups = [(stage, rows_of(results(folder, stage), batch)) for stage in ORDER]
+    top = max((row["tokens_per_second"]["max"] for _, rows in groups for _, row in rows), default=1.0)
+    width, left, room, y, parts = 360, 4, 210, 34, []
+    parts.append(f'<text class="head" x="{left}" y="16">{batch} request{"s" * (batch > 1)} at once</text>')
+    for stage, rows in groups:
+        parts.append(f'<text x="{left}" y="{y}">{title_of(stage)}</text>')
+        y += 7
+        for kind, row in rows:
+            speeds = row["tokens_per_second"]
+            scale = room / top
+            label = f"{speed(speeds['median'])} {escape(row['configuration'])}"
+            long, low, high = (speeds[name] * scale for name in ("median", "min", "max"))
+            parts.append(
+                f'<rect class="bar {kind}" x="{left}" y="{y}" width="{long:.1f}" height="13" rx="2"/>'
+                f'<path class="range" d="M{left + low:.1f} {y + 6.5}H{left + high:.1f}"/>'
+                f'<text class="small" x="{left + high + 5:.1f}" y="{y + 11}">{label}</text>'
+            )
+            y += 17
+        if not rows:
+            parts.append(f'<text class="small" x="{left}" y="{y + 9}">{NOT_YET}</text>')
+            y += 15
+        y += 16
+    label = f"Tokens per second by stage, {batch} at once"
+    return (
+        f'<svg viewBox="0 0 {width} {y - 12}" role="img" aria-label="{label}">\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+def rows_of(data: Data | None, batch: int) -> list[tuple[str, Data]]:
+    """("plain", its row) and ("eagle", the row of the best drafts), as far as they were measured."""
+    if data is None:
+        return []
+    named = {(row["configuration"], row["set"], row["batch"]): row for row in summarise(data)}
+    best = best_per_batch(data, "engine").get(batch, "")
+    pairs = [
+        ("plain", named.get((PLAIN, "questions", batch))),
+        ("eagle", named.get((best, "questions", batch))),
+    ]
+    return [(kind, row) for kind, row in pairs if row is not None]
+
+
+# The choice of shape
+
+
+def tuning(folder: Path, stage: str = "part4_worker") -> str:
+    """Tokens per second of every shape that was tried, at every batch size."""
+    data = results(folder, stage)
+    rows = summarise(data, "tune") if data is not None else []
+    if not rows:
+        return f"{NOT_YET}: `fledge bench {stage} --tune` on a machine with a GPU\n"
+    batches = sorted({row["batch"] for row in rows})
+    best = {batch: max((r for r in rows if r["batch"] == batch), key=median) for batch in batches}
+    lines = []
+    for name in dict.fromkeys(row["configuration"] for row in rows):
+        cells = {row["batch"]: row for row in rows if row["configuration"] == name}
+        line = [name]
+        for batch in batches:
+            row = cells.get(batch)
+            text = NOT_YET if row is None else f"{speed(median(row))}, {row['tokens_per_round']:.2f} a round"
+            line.append(f"**{text}**" if row is not None and row is best[batch] else text)
+        lines.append(line)
+    name = source(Path(f"{stage}-triton.json"))
+    about = f"Short runs, made to choose a shape, on {data['device']}. Source: {name}"
+    return f"{table(['steps/topk/tokens, at batch', *map(str, batches)], lines)}\n\n{about}\n"
+
+
+def median(row: Data) -> float:
+    return row["tokens_per_second"]["median"]
+
+
+# The ledger of optimisations
+
+
+def optimisations(repo: Path, folder: Path) -> str:
+    """docs/data/optimisations.toml, each with what was measured of it."""
+    data = {stage: results(folder, stage) for stage in ORDER}
+    parts = []
+    for entry in read_toml(repo / "docs" / "data" / "optimisations.toml").get("optimisation", []):
+        if set(entry) != KEYS:
+            raise Problem(f"optimisations.toml: {entry.get('id', entry)} needs {', '.join(sorted(KEYS))}.")
+        rows = [
+            ["Invariant", entry["invariant"]],
+            ["Hypothesis", entry["hypothesis"]],
+            ["Measured", "<br>".join(measured(data, wanted, entry["id"]) for wanted in entry["measured"])],
+            ["Where it loses", entry["loses"]],
+            ["How the number could mislead", entry["misleads"]],
+        ]
+        parts.append(f"### {entry['title']} {{ #{entry['id']} }}\n\n{table(['', ''], rows)}")
+    return "\n\n".join(parts)
+
+
+def measured(data: dict[str, Data | None], wanted: dict[str, Any], where: str) -> str:
+    """One measured quantity, or that nobody measured it. `wanted`: stage, configuration, batch, field."""
+    if set(wanted) != {"stage", "configuration", "batch", "field"} or wanted["field"] not in FIELDS:
+        raise Problem(f"optimisations.toml: {where} asks for {wanted}, which no result file has.")
+    found = data[wanted["stage"]]
+    head = f"{wanted['stage']}, {wanted['configuration']}, batch {wanted['batch']}: "
+    name = wanted["configuration"]
+    if found is not None and name == "best":
+        name = best_per_batch(found, "engine").get(wanted["batch"])
+    rows = summarise(found) if found is not None else []
+    row = next(
+        (
+            r
+            for r in rows
+            if (r["configuration"], r["set"], r["batch"]) == (name, "questions", wanted["batch"])
+        ),
+        None,
+    )
+    value = row and row[wanted["field"]]
+    if value is None:
+        return head + NOT_YET
+    scale, form, unit = FIELDS[wanted["field"]]
+    if isinstance(value, dict):
+        spread = f" ({value['min']:{form}}–{value['max']:{form}}, {value['samples']} runs)"
+        return f"{head}{value['median']:{form}} {unit}{spread}"
+    return f"{head}{value * scale:{form}} {unit}"
+
+
+# The peer
+
+
+def peer(repo: Path) -> str:
+    """What upstream itself reached on the same GPU, with its conditions."""
+    found = json.loads((repo / "docs" / "data" / "peer.json").read_text(encoding="utf-8"))
+    batches = found["batches"]
+    rows = [
+        [row["what"], *(f"{value:,}" for value in row["tokens_per_second"]), f"{row['ms']:.2f} ms"]
+        for row in found["rows"]
+    ]
+    best = max(found["rows"], key=lambda row: statistics.median(row["tokens_per_second"]))
+    head = ["tokens/s at batch", *map(str, batches), "a step or round, batch 1"]
+    return (
+        f"{found['engine']} {found['version']}, {found['device']}, {found['date']}. {found['conditions']}\n\n"
+        f"{table(head, rows)}\n\nThe row to beat is the best one, “{best['what']}”.\n"
+    )
