@@ -47,12 +47,15 @@ class LlamaAttention(nn.Module):
         hidden_states: torch.Tensor,
         forward_batch: ForwardBatch,
         norm: RMSNorm | None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """`residual` [rows, hidden] is what the result is added to: by itself hidden_states."""
         kv_buffer = forward_batch.attn_backend.kv_pool.get_kv_buffer(self.attn.layer_id)
         q = self.qkv_proj(
             hidden_states, norm, self.rotary_emb, positions, kv_buffer, forward_batch.out_cache_loc
         )
-        return self.o_proj(self.attn(q, forward_batch).flatten(1), residual=hidden_states)
+        residual = hidden_states if residual is None else residual
+        return self.o_proj(self.attn(q, forward_batch).flatten(1), residual=residual)
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -82,6 +85,17 @@ class LlamaDecoderLayer(nn.Module):
         return views
 
 
+def eagle3_layers_to_capture(num_layers: int) -> tuple[int, int, int]:
+    """The layers of a target whose inputs an EAGLE-3 head reads, ascending."""
+    layers = (2, num_layers // 2, num_layers - 3)
+    if num_layers < 7:  # fewer than three different ones
+        raise ValueError(
+            f"EAGLE3 reads the inputs of layers 2, n / 2 and n - 3, and a target of {num_layers} layers has no "
+            "three of them: use EAGLE, or a target of 7 layers or more"
+        )
+    return layers
+
+
 class LlamaModel(nn.Module):
     def __init__(self, config: ModelConfig, kernels: Any):
         super().__init__()
@@ -93,14 +107,18 @@ class LlamaModel(nn.Module):
             LlamaDecoderLayer(config, i, rotary_emb, kernels) for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        self.layers_to_capture: tuple[int, ...] = ()
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        hidden_states = F.embedding(input_ids, self.embed_tokens)
-        for layer in self.layers:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The normed states [rows, hidden], and side by side what entered each of `layers_to_capture`."""
+        hidden_states, captured = F.embedding(input_ids, self.embed_tokens), []
+        for i, layer in enumerate(self.layers):
+            if i in self.layers_to_capture:
+                captured.append(hidden_states)
             hidden_states = layer(positions, hidden_states, forward_batch)
-        return self.norm(hidden_states)
+        return self.norm(hidden_states), torch.cat(captured, dim=-1) if captured else None
 
 
 class LlamaForCausalLM(nn.Module):
@@ -116,8 +134,16 @@ class LlamaForCausalLM(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        hidden_states = self.model(input_ids, positions, forward_batch)
-        return self.logits_processor(hidden_states, self.lm_head, forward_batch)
+        hidden_states, aux_hidden_states = self.model(input_ids, positions, forward_batch)
+        return self.logits_processor(hidden_states, self.lm_head, forward_batch, aux_hidden_states)
+
+    def set_eagle3_layers_to_capture(self) -> None:
+        """Have forwards capture what an EAGLE-3 head reads instead of what enters the LM head.
+
+        Raises:
+            ValueError: the model has too few layers to have an early, a middle and a late one.
+        """
+        self.model.layers_to_capture = eagle3_layers_to_capture(len(self.model.layers))
 
     def get_embed_and_head(self) -> tuple[nn.Parameter, nn.Parameter]:
         """What a draft model borrows."""

@@ -17,8 +17,11 @@ from ..configs.model_config import ModelConfig, open_weights
 from ..layers.dp_attention import get_dp_group
 from .llama import LlamaForCausalLM
 from .llama_eagle import LlamaForCausalLMEagle
+from .llama_eagle3 import LlamaForCausalLMEagle3
 
-MODEL_CLASSES: dict[str, type[nn.Module]] = {c.__name__: c for c in (LlamaForCausalLM, LlamaForCausalLMEagle)}
+MODEL_CLASSES: dict[str, type[nn.Module]] = {
+    c.__name__: c for c in (LlamaForCausalLM, LlamaForCausalLMEagle, LlamaForCausalLMEagle3)
+}
 
 
 def load_model(config: ModelConfig, kernels: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -65,7 +68,7 @@ def load_model(config: ModelConfig, kernels: Any, dtype: torch.dtype, device: to
 
 def _check_borrowed(config: ModelConfig, name: str, shape: list[int], file: Path) -> None:
     """A copy of what the target lends may be left out; a matrix of another size is no copy of it."""
-    wanted = [config.vocab_size, config.hidden_size]
+    wanted = [config.vocab_size] if name == "t2d" else [config.vocab_size, config.hidden_size]
     if list(shape) != wanted:
         raise ValueError(
             f"{file}: {name} is {list(shape)}, the target's own is {wanted}: a head with a vocabulary of its "
