@@ -38,7 +38,9 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     torch_dtype: str
     fc_bias: bool  # draft heads only
-    draft_vocab_size: int  # rows of an EAGLE-3 head's own LM head; elsewhere vocab_size
+    # EAGLE-3 heads only: the rows of their own LM head; the target's layers that they were trained on, if named
+    draft_vocab_size: int
+    aux_layer_ids: tuple[int, ...] | None
 
     @classmethod
     def from_path(
@@ -120,6 +122,7 @@ class ModelConfig:
             torch_dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32"),
             fc_bias=raw["bias"] if "bias" in raw else _has_tensor(path, "fc.bias"),
             draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
+            aux_layer_ids=tuple(ids) if (ids := _aux_layer_ids(raw)) is not None else None,
         )
 
     @property
@@ -151,6 +154,10 @@ def draft_config(path: str, target: ModelConfig, algorithm: str) -> ModelConfig:
                 "a head works only with the target it was trained for"
             )
     return replace(config, torch_dtype=target.torch_dtype)
+
+
+def _aux_layer_ids(raw: dict) -> list[int] | None:
+    return (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
 
 
 def _generation_config(path: Path) -> dict:

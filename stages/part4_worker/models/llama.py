@@ -85,17 +85,6 @@ class LlamaDecoderLayer(nn.Module):
         return views
 
 
-def eagle3_layers_to_capture(num_layers: int) -> tuple[int, int, int]:
-    """The layers of a target whose inputs an EAGLE-3 head reads, ascending."""
-    layers = (2, num_layers // 2, num_layers - 3)
-    if num_layers < 7:  # fewer than three different ones
-        raise ValueError(
-            f"EAGLE3 reads the inputs of layers 2, n / 2 and n - 3, and a target of {num_layers} layers has no "
-            "three of them: use EAGLE, or a target of 7 layers or more"
-        )
-    return layers
-
-
 class LlamaModel(nn.Module):
     def __init__(self, config: ModelConfig, kernels: Any):
         super().__init__()
@@ -137,13 +126,23 @@ class LlamaForCausalLM(nn.Module):
         hidden_states, aux_hidden_states = self.model(input_ids, positions, forward_batch)
         return self.logits_processor(hidden_states, self.lm_head, forward_batch, aux_hidden_states)
 
-    def set_eagle3_layers_to_capture(self) -> None:
+    def set_eagle3_layers_to_capture(self, layer_ids: tuple[int, ...] | None = None) -> None:
         """Have forwards capture what an EAGLE-3 head reads instead of what enters the LM head.
 
+        That is what layers 2, n // 2 and n - 3 of n are given, or, for a head that names `layer_ids`, what those
+        layers give.
+
         Raises:
-            ValueError: the model has too few layers to have an early, a middle and a late one.
+            ValueError: these are not three layers.
         """
-        self.model.layers_to_capture = eagle3_layers_to_capture(len(self.model.layers))
+        count = len(self.model.layers)
+        layers = (2, count // 2, count - 3) if layer_ids is None else tuple(i + 1 for i in layer_ids)
+        if len(layers) != 3 or not 0 < layers[0] < layers[1] < layers[2] < count:
+            raise ValueError(
+                f"EAGLE3 reads what enters three layers of the target, here {list(layers)} of 0 to {count - 1}, which "
+                "are no three in ascending order: use EAGLE, or a head that was trained for this target"
+            )
+        self.model.layers_to_capture = layers
 
     def get_embed_and_head(self) -> tuple[nn.Parameter, nn.Parameter]:
         """What a draft model borrows."""

@@ -54,6 +54,7 @@ class LlamaDecoderLayerEagle3(LlamaDecoderLayer):
 class LlamaForCausalLMEagle3(nn.Module):
     embed_tokens: torch.Tensor
     hot_token_id: torch.Tensor
+    optional = ("t2d",)  # says again what d2t says, so not every checkpoint has it
 
     def __init__(self, config: ModelConfig, kernels: Any):
         super().__init__()
@@ -63,21 +64,23 @@ class LlamaForCausalLMEagle3(nn.Module):
         self.norm = RMSNorm(hidden, config.rms_norm_eps, kernels)
         self.lm_head = nn.Parameter(torch.empty(config.draft_vocab_size, hidden), requires_grad=False)
         self.register_buffer("d2t", torch.empty(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
         self.logits_processor = LogitsProcessor(kernels)
 
     def set_embed(self, embed: torch.Tensor) -> None:
         """Borrow the target's embedding; what `d2t` says of its vocabulary is checked here.
 
         Raises:
-            ValueError: `d2t` names a token twice, or one that the target does not have.
+            ValueError: `d2t` names a token twice, one that the target does not have, or others than `t2d`.
         """
         self.embed_tokens = embed
         self.hot_token_id = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        ids = self.hot_token_id.cpu()
-        if not 0 <= int(ids.min()) <= int(ids.max()) < len(embed) or not bool((ids.diff() > 0).all()):
+        ids, marked = self.hot_token_id.cpu(), self.t2d.cpu().nonzero().squeeze(-1)
+        ascends = 0 <= int(ids[0]) and int(ids[-1]) < len(embed) and bool((ids.diff() > 0).all())
+        if not ascends or (len(marked) and not torch.equal(ids, marked)):
             raise ValueError(
-                "d2t of the draft head is no list of offsets from draft ids to ascending token ids below the "
-                f"target's {len(embed)}: the head is damaged, or was made for another vocabulary"
+                "d2t of the draft head does not lead from draft ids, by offsets, to the ascending token ids below "
+                f"{len(embed)} that t2d marks: the head is damaged, or was made for another vocabulary"
             )
 
     def forward(
@@ -98,8 +101,15 @@ class LlamaForCausalLMEagle3(nn.Module):
 
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         views = self.fc.checkpoint_views("") | self.midlayer.checkpoint_views("midlayer.")
-        return views | {"norm.weight": self.norm.weight, "lm_head.weight": self.lm_head, "d2t": self.d2t}
+        return (
+            views
+            | {"norm.weight": self.norm.weight, "lm_head.weight": self.lm_head}
+            | {
+                "d2t": self.d2t,
+                "t2d": self.t2d,
+            }
+        )
 
     def borrows(self, name: str) -> bool:
-        """A copy of the target's embedding is not loaded; nor is t2d, which says again what d2t says."""
-        return "embed_tokens" in name or name == "t2d"
+        """Published heads may carry a copy of the embedding that the target lends; it is not loaded."""
+        return "embed_tokens" in name

@@ -58,7 +58,7 @@ def load_model(config: ModelConfig, kernels: Any, dtype: torch.dtype, device: to
                     continue
                 _copy(targets[name], weights.get_tensor(name), name, file)
                 filled.add(name)
-    missing = sorted(targets.keys() - filled)
+    missing = sorted(targets.keys() - filled - set(getattr(model, "optional", ())))
     problems = [f"{what} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}" for what, names in
                 (("lacks", missing), ("has the unknown", surplus)) if names]  # fmt: skip
     if problems:
@@ -68,7 +68,7 @@ def load_model(config: ModelConfig, kernels: Any, dtype: torch.dtype, device: to
 
 def _check_borrowed(config: ModelConfig, name: str, shape: list[int], file: Path) -> None:
     """A copy of what the target lends may be left out; a matrix of another size is no copy of it."""
-    wanted = [config.vocab_size] if name == "t2d" else [config.vocab_size, config.hidden_size]
+    wanted = [config.vocab_size, config.hidden_size]
     if list(shape) != wanted:
         raise ValueError(
             f"{file}: {name} is {list(shape)}, the target's own is {wanted}: a head with a vocabulary of its "

@@ -60,7 +60,7 @@ class EagleForwards(TpModelWorker):
         draft = self.draft_model_runner.model
         embed, head = target.get_embed_and_head()
         if algorithm.is_eagle3():
-            target.set_eagle3_layers_to_capture()
+            target.set_eagle3_layers_to_capture(self.model_config.aux_layer_ids)
             draft.set_embed(embed)
         elif (path := self.server_args.speculative_token_map) is not None:
             draft.hot_token_id = load_token_map(path, len(head)).to(head.device)
