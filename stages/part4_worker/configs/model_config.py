@@ -38,7 +38,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     torch_dtype: str
     fc_bias: bool  # draft heads only
-    # EAGLE-3 heads only: the rows of their own LM head; the target's layers that they were trained on, if named
+    # EAGLE-3 heads only: rows of their own LM head, and the target's layers that they read, where named
     draft_vocab_size: int
     aux_layer_ids: tuple[int, ...] | None
 

@@ -38,8 +38,8 @@ class LogitsProcessor(nn.Module):
     ) -> LogitsProcessorOutput:
         """`hidden_states` [rows, hidden] is what enters the LM head; `lm_head` [vocab, hidden].
 
-        `aux_hidden_states` [rows, any]: what is captured in its place. `hot_token_id` [vocab]: the tokens that
-        the rows of `lm_head` are for, where those are not their own numbers.
+        `aux_hidden_states` [rows, any]: what is captured in its place. `hot_token_id` [vocab]: the tokens
+        that the rows of `lm_head` are for, where those are not their own numbers.
         """
         out = forward_batch.output or LogitsProcessorOutput(None)
         kept = hidden_states if aux_hidden_states is None else aux_hidden_states

@@ -60,8 +60,8 @@ class GenerateRequests:
             _check_flag(name, value)
         if return_hidden_states and server_args.speculative_algorithm == "EAGLE3":
             raise ValueError(
-                "return_hidden_states=True: under EAGLE3 the target keeps the states that the draft head reads, of "
-                "three layers, and not those that enter its LM head; leave it out, or use another algorithm"
+                "return_hidden_states=True: under EAGLE3 the target keeps the states of three layers for the "
+                "draft head, and not those that enter its LM head; leave it out, or use another algorithm"
             )
         ids, is_batch = _token_ids(tokenizer, prompt, input_ids)
         count = len(ids)

@@ -129,8 +129,8 @@ class LlamaForCausalLM(nn.Module):
     def set_eagle3_layers_to_capture(self, layer_ids: tuple[int, ...] | None = None) -> None:
         """Have forwards capture what an EAGLE-3 head reads instead of what enters the LM head.
 
-        That is what layers 2, n // 2 and n - 3 of n are given, or, for a head that names `layer_ids`, what those
-        layers give.
+        That is what layers 2, n // 2 and n - 3 of n are given, or, for a head that names `layer_ids`, what
+        those layers give.
 
         Raises:
             ValueError: these are not three layers.
@@ -139,8 +139,8 @@ class LlamaForCausalLM(nn.Module):
         layers = (2, count // 2, count - 3) if layer_ids is None else tuple(i + 1 for i in layer_ids)
         if len(layers) != 3 or not 0 < layers[0] < layers[1] < layers[2] < count:
             raise ValueError(
-                f"EAGLE3 reads what enters three layers of the target, here {list(layers)} of 0 to {count - 1}, which "
-                "are no three in ascending order: use EAGLE, or a head that was trained for this target"
+                f"EAGLE3 reads what enters three layers of the target, and {list(layers)} are no three of its "
+                f"layers 1 to {count - 1} in ascending order: use EAGLE, or a head made for this target"
             )
         self.model.layers_to_capture = layers
 

@@ -1,8 +1,8 @@
 """EAGLE-3's draft model for Llama targets. Restates sglang/srt/models/llama_eagle3.py (#4247).
 
-One Llama layer whose attention reads two things side by side: the embedding of token p+1 and a hidden state at
-p, each normed by itself. After a forward of the target that state is made by `fc` from what entered three of
-the target's layers; while a tree grows it is what this model gave for the token before, taken ahead of the
+One Llama layer whose attention reads two things side by side: the embedding of token p+1 and a hidden state
+at p, each normed by itself. After a forward of the target that state is made by `fc` from what entered three
+of the target's layers; while a tree grows it is what this model gave for the token before, taken ahead of the
 final norm. The embedding is the target's, the LM head its own, over a smaller vocabulary: row i speaks of
 token i + d2t[i].
 """
@@ -79,8 +79,8 @@ class LlamaForCausalLMEagle3(nn.Module):
         ascends = 0 <= int(ids[0]) and int(ids[-1]) < len(embed) and bool((ids.diff() > 0).all())
         if not ascends or (len(marked) and not torch.equal(ids, marked)):
             raise ValueError(
-                "d2t of the draft head does not lead from draft ids, by offsets, to the ascending token ids below "
-                f"{len(embed)} that t2d marks: the head is damaged, or was made for another vocabulary"
+                "d2t of the draft head does not lead from draft ids, by offsets, to the ascending token ids "
+                f"below {len(embed)} that t2d marks: the head is damaged, or made for another vocabulary"
             )
 
     def forward(

@@ -69,8 +69,8 @@ class EagleForwards(TpModelWorker):
             draft.set_embed_and_head(embed, head)
         if self.topk > len(draft.lm_head):
             raise ValueError(
-                f"speculative_eagle_topk={self.topk} is more than the {len(draft.lm_head)} tokens of the draft's "
-                "vocabulary: lower it"
+                f"speculative_eagle_topk={self.topk} is more than the {len(draft.lm_head)} tokens of the "
+                "draft's vocabulary: lower it"
             )
 
     @property

@@ -23,22 +23,22 @@ def load_token_map(path: str, vocab_size: int) -> torch.Tensor:
     """
     if not Path(path).is_file():
         raise ValueError(
-            f"speculative_token_map={path!r} is no file; `fledge models token-map` makes one, and one from the "
-            "hub has to be downloaded first"
+            f"speculative_token_map={path!r} is no file; `fledge models token-map` makes one, and one "
+            "from the hub has to be downloaded first"
         )
     try:
         ids = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
     except (pickle.UnpicklingError, EOFError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"speculative_token_map={path!r} holds no list of token ids ({type(error).__name__}): make it with "
-            "`fledge models token-map`"
+            f"speculative_token_map={path!r} holds no list of token ids ({type(error).__name__}): make it "
+            "with `fledge models token-map`"
         ) from error
     if ids.ndim != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"speculative_token_map={path!r} must hold a flat list of token ids, at least one")
     ids = ids.long().sort().values
     if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size or bool((ids.diff() == 0).any()):
         raise ValueError(
-            f"speculative_token_map={path!r} must name each token once, from 0 to {vocab_size - 1}, and it goes "
-            f"from {int(ids[0])} to {int(ids[-1])}: it was made for another target"
+            f"speculative_token_map={path!r} must name each token once, from 0 to {vocab_size - 1}, and it "
+            f"goes from {int(ids[0])} to {int(ids[-1])}: it was made for another target"
         )
     return ids
