@@ -300,8 +300,8 @@ def _check_relations(values: dict[str, Any], given: dict[str, Any]) -> None:
         )
     if values["speculative_token_map"] is not None and algorithm not in (None, "EAGLE", "NEXTN"):
         raise ValueError(
-            f"speculative_token_map={values['speculative_token_map']!r} cuts down the LM head that EAGLE's draft "
-            f"borrows, and {algorithm} borrows none (an EAGLE3 head has a vocabulary of its own); leave it out."
+            f"speculative_token_map={values['speculative_token_map']!r} cuts down the LM head that EAGLE's "
+            f"draft borrows, and {algorithm} borrows none (EAGLE3 has a vocabulary of its own); leave it out."
         )
     if values["disable_cuda_graph"]:
         for name in ("cuda_graph_bs", "cuda_graph_max_bs"):

@@ -139,8 +139,8 @@ class LlamaForCausalLM(nn.Module):
         layers = (2, count // 2, count - 3) if layer_ids is None else tuple(i + 1 for i in layer_ids)
         if len(layers) != 3 or not 0 < layers[0] < layers[1] < layers[2] < count:
             raise ValueError(
-                f"EAGLE3 reads what enters three layers of the target, and {list(layers)} are no three of its "
-                f"layers 1 to {count - 1} in ascending order: use EAGLE, or a head made for this target"
+                f"EAGLE3 reads what enters three layers of the target, and {list(layers)} are no three of "
+                f"its layers 1 to {count - 1} in ascending order: use EAGLE, or a head made for this target"
             )
         self.model.layers_to_capture = layers
 
