@@ -48,7 +48,7 @@ def tiny_setting(folder: Path, algorithm: str, seed: int = 1, std: float = 0.15)
     with torch.no_grad():
         for name, tensor in head.tensors().items():
             if "proj" in name:
-                tensor.mul_(1.5 * std / 0.02)
+                tensor.mul_(2.5 * std / 0.02)
             if name.endswith("norm.weight"):
                 tensor.mul_(0.5 + torch.rand(tensor.shape))
     return target, head

@@ -13,7 +13,7 @@ from tools.models.head_passes import unrolled_passes
 
 @pytest.fixture(scope="module", params=["EAGLE", "EAGLE3"])
 def setting(request, tmp_path_factory):
-    return tiny_setting(tmp_path_factory.mktemp("target"), request.param)
+    return tiny_setting(tmp_path_factory.mktemp("target"), request.param, std=0.08)
 
 
 def attend(head, q, keys, values):
