@@ -23,9 +23,10 @@ PANEL = "Engine flags: SGLang's names; a stage's defaults are in its stage.toml"
 _NOTES = {
     "model_path": "The target: a folder, a name in the cache, or a hub id.",
     "speculative_draft_model_path": "The draft head: a folder, a name in the cache, or a hub id.",
-    "speculative_algorithm": "EAGLE, or none for plain decoding.",
+    "speculative_algorithm": "EAGLE, EAGLE3 …, or none for plain decoding.",
     "speculative_num_steps": "Levels of the draft tree.",
     "speculative_eagle_topk": "Branches of the draft tree; 1 makes a chain.",
+    "speculative_token_map": "Tokens that an EAGLE draft proposes; `fledge models token-map` makes it.",
     "speculative_num_draft_tokens": "Nodes to verify, the last token included.",
     "cuda_graph_bs": "Batch sizes, separated by commas.",
 }
