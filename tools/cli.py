@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from .docs.cli import app as docs_app
+from .exercises.cli import app as exercise_app
+from .exercises.cli import course as course_app
 from .lazy import add_lazy
 from .models.cli import app as models_app
 from .stages.cli import app as stages_app
@@ -20,7 +22,8 @@ app = typer.Typer(
 )
 app.add_typer(models_app, name="models")
 app.add_typer(docs_app, name="docs")
-app.add_typer(upstream_app, name="upstream")
+app.add_typer(exercise_app, name="exercise")
+app.add_typer(course_app, name="course")
 app.add_typer(stages_app, name="stages")
 app.add_typer(upstream_app, name="upstream")
 add_lazy(app, "run", "tools.bench.run:run", "Stream one answer with each accepted run visible.")
@@ -29,6 +32,7 @@ add_lazy(
 )
 add_lazy(app, "compare", "tools.bench.compare:compare", "Same prompts: plain, chain and tree, as a table.")
 add_lazy(app, "bench", "tools.bench.bench:bench", "Measure a stage, batch by batch, into a JSON file.")
+add_lazy(app, "quiz", "tools.exercises.quiz:quiz", "Questions that upstream's history answers.")
 add_lazy(app, "trace", "tools.bench.trace:trace", "Record every round of an answer; print its timeline.")
 
 

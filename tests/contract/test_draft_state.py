@@ -82,6 +82,23 @@ def test_positions_of_the_draft_forwards(stage, engines, zoo, tree):
         assert positions == [[[s + i] * tree[1] for s in start] for i in range(tree[0] - 1)]
 
 
+@pytest.mark.parametrize("tree", [(4, 1, 5), (4, 4, 16)], ids=tree_id)
+def test_every_request_drafts_as_if_alone(stage, engines, zoo, tree):
+    """In a batch each request's tree is the reference's for its own text, token by token."""
+    prompts, rounds = zoo.prompts((5, 9, 7), 12), []
+
+    def see(args, kwargs, result):
+        reqs = args[0].reqs
+        rounds.append(len(reqs))
+        for req, tokens in zip(reqs, result.draft_token.view(len(reqs), -1).tolist(), strict=True):
+            assert tokens == zoo.ref_head().grow(req.all_token_ids(), *tree)[0], req.rid
+
+    probe = Probe(engines.get(tree=tree))
+    with probe.spy(probe.draft_worker, "draft", see):
+        run(probe.engine, prompts, {"max_new_tokens": 12})
+    assert max(rounds) == 3
+
+
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("tree", [(3, 1, 4), (4, 2, 9), (4, 4, 16)], ids=tree_id)
 @pytest.mark.parametrize("last_sibling", [False, True])

@@ -102,7 +102,8 @@ def test_scores_end_with_the_text(stage, engines, zoo, tree):
     """A stop inside an accepted run cuts ids, scores, hidden states and usage at the same token."""
     prompt = zoo.prompts((9,), 24)[0]
     truth = zoo.r0(prompt, max_new_tokens=12)
-    stop = next(t for i, t in enumerate(truth) if i >= 4 and truth.index(t) == i)
+    stop = next(t for i, t in enumerate(truth) if i >= 6 and truth.index(t) == i)
+    assert truth.index(stop) % 4, "runs of four end at 4 and at 8, and the stop has to lie inside one"
     engine = engines.get(tree=tree)
 
     def generate():

@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 
+from tests.contract import drafters
 from tests.contract.harness import run, tree_id
 from tests.contract.probe import Probe
 from tests.contract.reference import simulate
@@ -75,6 +76,34 @@ def test_retraction_at_every_step(stage, engines, zoo, tree, step):
     assert done.tokens == [zoo.r0(p, max_new_tokens=24) for p in prompts]
     assert not refused or engine.get_server_info()["num_retractions"] == refused[0] - 1
     assert [sum(rounds) for rounds in done.rounds] == [23] * 3
+    hits = [r["meta_info"]["cached_tokens"] for r in done.results]
+    assert hits == [0] * 3, "what a request finds again of its own is no hit"
+
+
+@pytest.mark.needs("spec_scheduler")
+def test_whoever_has_produced_least_is_retracted(stage, engines, zoo):
+    """Of three requests the first accepts nothing, so it has least to lose, though it is the oldest."""
+    prompts = zoo.prompts((9, 12, 7), 24)
+    engine, steps, gone = engines.get(tree=stage.shape), [], []
+    probe = Probe(engine)
+    batch_type = type(probe.scheduler.running_batch)
+    real = batch_type.check_decode_mem
+
+    def check(batch, *args, **kwargs):
+        return real(batch, *args, **kwargs) and not (len(steps) == 3 and batch.batch_size() == 3)
+
+    def after(probe):
+        steps.append(None)
+        gone.extend(req.rid for req in probe.scheduler.waiting_queue)
+
+    batch_type.check_decode_mem = check
+    try:
+        with drafters.drafting(probe, zoo.ref(), lambda req, number: 0 if req.rid == "r0" else 3):
+            done = run(engine, prompts, GREEDY, after=after)
+    finally:
+        batch_type.check_decode_mem = real
+    assert gone == ["r0"]
+    assert done.tokens == [zoo.r0(p, max_new_tokens=24) for p in prompts]
 
 
 @pytest.mark.parametrize("tree", SHAPES, ids=tree_id)

@@ -110,6 +110,19 @@ def test_min_new_tokens(stage, engines, zoo, tree):
     )
 
 
+@pytest.mark.parametrize("tree", [(5, 1, 6), (5, 2, 12)], ids=tree_id)
+def test_min_new_tokens_is_reached_inside_an_accepted_run(stage, engines, zoo, tree):
+    """The end token comes when it is just allowed, wherever in a run that is: the minimum binds no longer."""
+    prompt = zoo.prompts((9,), 24)[0]
+    truth = zoo.r0(prompt, max_new_tokens=12)
+    ends = [i for i, token in enumerate(truth) if i and truth.index(token) == i]
+    params = [{"stop_token_ids": [truth[i]], "min_new_tokens": i, "max_new_tokens": 12} for i in ends]
+    engine = engines.get(tree=tree)
+    with drafters.perfect(Probe(engine), zoo.ref()):
+        done = run(engine, [prompt] * len(ends), params)
+    assert [len(tokens) for tokens in done.tokens] == [i + 1 for i in ends]
+
+
 @pytest.mark.parametrize("tree", SHAPES, ids=tree_id)
 @pytest.mark.parametrize("kind", ["stop", "stop_regex"])
 @pytest.mark.parametrize("keep", [False, True])

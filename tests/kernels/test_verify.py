@@ -152,6 +152,24 @@ def test_sampling(kernels, native, device, data):
         probs[0] = torch.zeros(n, vocab).scatter_(1, ids[0].unsqueeze(1), 1.0)
     seeds = torch.randint(0, 2**62, (bs,), generator=generator)
     positions = torch.randint(0, 1000, (bs,), generator=generator)
+    check_sampling(kernels, native, device, forest, tokens, probs, seeds, positions, num_steps, single, acc)
+
+
+def test_sampling_at_every_depth(kernels, native, device):
+    """Three levels whose drafts are right about half the time, so that paths have every length."""
+    tree = Tree([0, 0, 0, 0, 1, 1, 2, 4, 4, 6])
+    tokens, bs = [5, 0, 1, 2, 0, 1, 0, 0, 1, 0], 24
+    probs = torch.tensor([0.35, 0.2, 0.1, 0.15, 0.1, 0.1]).repeat(bs, tree.n, 1)
+    seeds, positions = torch.arange(bs), torch.arange(bs) // 2
+    lens = check_sampling(
+        kernels, native, device, [tree] * bs, [tokens] * bs, probs, seeds, positions, 3, 1.0, 1.0
+    )
+    assert set(lens) == {1, 2, 3, 4}
+
+
+def check_sampling(kernels, native, device, forest, tokens, probs, seeds, positions, num_steps, single, acc):
+    """Verify a batch and compare it with the oracle; returns the lengths of the paths."""
+    bs, n = len(forest), forest[0].n
     result = kernels.tree_speculative_sampling_target_only(
         torch.tensor(tokens, device=device),
         probs.to(device),
@@ -174,6 +192,7 @@ def test_sampling(kernels, native, device, data):
         paths.append(path)
         emitted.append(ids)
     check(result, paths, emitted, n, num_steps)
+    return [len(path) for path in paths]
 
 
 def test_one_hot_rows_verify_as_greedy_does(kernels, device):

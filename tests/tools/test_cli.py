@@ -14,6 +14,7 @@ from tools import check_env
 from tools.check_env import Finding, check_package, check_python, in_range, release, report
 from tools.cli import app
 from tools.docs.cli import app as docs_app
+from tools.exercises.cli import app as exercise_app
 from tools.lazy import add_lazy
 from tools.models.cli import app as models_app
 from tools.stages.cli import app as stages_app
@@ -56,6 +57,7 @@ def test_help_needs_nothing_heavy() -> None:
     [[name] for name in names(app)]
     + [["models", name] for name in names(models_app)]
     + [["docs", name] for name in names(docs_app)]
+    + [["exercise", name] for name in names(exercise_app)]
     + [["stages", name] for name in names(stages_app)]
     + [["upstream", name] for name in names(upstream_app)],
 )

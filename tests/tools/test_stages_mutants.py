@@ -1,7 +1,8 @@
-"""`make mutants` on made-up mutants: killed, surviving, and with a test that fails anyway."""
+"""`make mutants` on made-up mutants: killed, surviving, hanging, and with a test that fails anyway."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from tests.tools.stage_helpers import NAMES, MadeUp
+from tools.stages import mutants as module
 from tools.stages.mutants import mutants
 
 STAGE = NAMES[3]
@@ -21,12 +23,14 @@ def test_x(other): assert values.x in (1, other)
 def test_any(): assert values.x
 def test_both(): assert values.x == values.y == 1
 def test_never(): assert False
+def test_ends():
+    while values.x == 2: pass
 """
 PATCH = """\
 stage = "{stage}"
 breaks = "x is two"
 killed_by = {tests}
-
+{more}
 diff --git a/values.py b/values.py
 --- a/values.py
 +++ b/values.py
@@ -48,10 +52,10 @@ def make(made_up: MadeUp, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resu
     app = typer.Typer()
     app.command()(mutants)
 
-    def run(*words: str, **tests: list[str]) -> Result:
+    def run(*words: str, more: str = "", **tests: list[str]) -> Result:
         for name, named in tests.items():
             ids = [f"tests/test_values.py::{test}" for test in named]
-            text = PATCH.format(stage=STAGE, tests=str(ids).replace("'", '"'))
+            text = PATCH.format(stage=STAGE, tests=str(ids).replace("'", '"'), more=more)
             (made_up.folder / "tests" / "mutants" / f"{name}.patch").write_text(text)
         return CliRunner().invoke(app, words, catch_exceptions=False)
 
@@ -63,12 +67,13 @@ def test_a_killed_mutant_and_the_work_tree_stays_as_it_is(
 ) -> None:
     done = make(two=["test_x", "test_both"])
     assert done.exit_code == 0, done.output
-    assert done.output.splitlines() == [
+    *lines, last = done.output.splitlines()
+    assert lines == [
         "two x is two",
         "    killed by tests/test_values.py::test_x",
         "    killed by tests/test_values.py::test_both",
-        "1 of 1 killed.",
     ]
+    assert re.fullmatch(r"1 of 1 killed, in \d+ s\.", last)
     assert made_up.texts("values.py")[3] == "x = 1\ny = 1\n"
 
 
@@ -77,7 +82,19 @@ def test_a_test_that_passes_and_one_that_always_fails_kill_nothing(make: Callabl
     assert done.exit_code == 1
     assert "    SURVIVES tests/test_values.py::test_any\n" in done.output
     assert "    fails without it too: tests/test_values.py::test_never\n" in done.output
-    assert done.output.endswith("1 of 3 killed.\n")
+    assert "1 of 3 killed" in done.output
+
+
+def test_a_mutant_that_hangs_is_ended_and_killed_only_if_it_says_so(
+    make: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LIMIT", 2)
+    done = make(waits=["test_ends"])
+    assert done.exit_code == 1
+    assert "    HANGS in tests/test_values.py::test_ends\n" in done.output
+    done = make("waits", more="hangs = true", waits=["test_ends"])
+    assert done.exit_code == 0
+    assert "    killed by hanging in tests/test_values.py::test_ends\n" in done.output
 
 
 def test_one_alone_and_what_cannot_be_run(make: Callable[..., Result]) -> None:

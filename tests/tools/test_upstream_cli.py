@@ -11,6 +11,8 @@ from typer.testing import Result
 from tests.tools.upstream_repos import KERNEL, TREE, WORKER, build, git, named, recorded
 from tools import json_files
 from tools.bench.stages_door import STAGES
+from tools.exercises.questions import Question
+from tools.exercises.rules import recompute
 from tools.upstream import ledger as ledger_module
 from tools.upstream import source, upkeep
 from tools.upstream.history import SPECULATIVE
@@ -175,12 +177,15 @@ def test_record_writes_the_ledger_that_check_proves(
 
     monkeypatch.setattr(upkeep.Named, "read", lambda: named(hashes))
     monkeypatch.setattr(upkeep, "LEDGER", tmp_path / "ledger.json")
+    rule = {"by": "brings", "word": "return {}", "commit": "#7", "path": "speculative/eagle_worker.py"}
+    asked = Question("q", "p", "?", "choice", "11", rule, "", "", "", choices=("11", "12"))
+    monkeypatch.setattr(upkeep, "read_questions", lambda: [asked])
     assert "fetch --wheel" in upstream("record").stderr
     source.remember("wheel", make_wheel(tmp_path / "sglang-9.9-py3-none-any.whl", a_worker="def f(): pass\n"))
     assert upstream("record").exit_code == 0
-    assert LedgerHistory.load(tmp_path / "ledger.json").wheel.files() == [
-        "sglang/srt/speculative/a_worker.py"
-    ]
+    recorded = LedgerHistory.load(tmp_path / "ledger.json")
+    assert recorded.wheel.files() == ["sglang/srt/speculative/a_worker.py"]
+    assert recompute(asked, recorded) == "11"  # the words that a quiz asks for are recorded with it
     assert upstream("check").exit_code == 0
     assert upstream("files", "9.9").stdout.split() == "9.9 1 files, 1 with _worker: a_worker".split() + [
         "sglang/srt/speculative/a_worker.py"

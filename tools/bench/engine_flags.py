@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ..models.cache import ModelError
+from ..sentences import sentences
 from .stages_door import STAGES, BadInput
 
 PANEL = "Engine flags: SGLang's names; a stage's defaults are in its stage.toml"
@@ -46,12 +47,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(**values: Any) -> None:
         given = {name: values.pop(name) for name in fields}
-        try:
+        with sentences(2, BadInput, ModelError):
             flags = {name: _value(name, value) for name, value in given.items() if value is not None}
             function(**values, engine_flags=flags)
-        except (BadInput, ModelError) as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(2) from None
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own + options]
     run.__signature__ = inspect.Signature(parameters)

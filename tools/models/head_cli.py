@@ -1,28 +1,23 @@
 """`fledge models train-head · eval-head · convert-head · token-map`; `register` adds them to `models`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..sentences import sentences
 from .cache import ModelError, find_model, write_json
 
 Target = Annotated[str, typer.Argument(help="A model in the cache, or a folder.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
-@contextmanager
-def _sentences() -> Iterator[None]:
+def _sentences() -> AbstractContextManager[None]:
     """Show what the reader can mend as its sentence alone, and exit with 1."""
     from ..bench.stages_door import BadInput
 
-    try:
-        yield
-    except (ModelError, BadInput) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+    return sentences(1, ModelError, BadInput)
 
 
 def _device(name: str) -> str:

@@ -7,9 +7,10 @@ stage (`git diff --relative=stages/STAGE`). The header says
     breaks = "one sentence: what goes wrong"
     killed_by = ["tests/contract/test_x.py::test_y"]    # pytest ids; a part in brackets picks a case
     commit = "…"    # only of a historical defect: the upstream commit that mended it
+    hangs = true    # only where waiting for ever is what goes wrong, and no quicker test can tell
 
-Each mutant is put into a copy of the repository and its tests run there. The same tests run once on a copy as
-it is, where they must pass: a test that fails anyway kills nothing.
+Each mutant is put into a copy of the repository and its tests run there, for so long and no longer. The same
+tests run once on a copy as it is, where they must pass: a test that fails anyway kills nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,18 +37,20 @@ from ..bench.stages_door import BadInput
 from . import story
 
 AT_A_TIME = 2
+LIMIT = 180  # [s] for the tests of one mutant: many times what they take
 COPIED = ("stages", "tools", "tests", "pyproject.toml")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One patch. `commit` is None where upstream never had the defect."""
+    """One patch. `commit` is None where upstream never had the defect; `hangs` if it shows by hanging."""
 
     path: Path
     stage: str
     breaks: str
     killed_by: tuple[str, ...]
     commit: str | None = None
+    hangs: bool = False
 
     @property
     def name(self) -> str:
@@ -68,28 +73,53 @@ def read_mutant(path: Path) -> Mutant:
     try:
         mutant = Mutant(path, **tomllib.loads(header[0]))
     except (tomllib.TOMLDecodeError, TypeError) as error:
-        raise BadInput(f"needs a header with stage, breaks, killed_by and perhaps commit ({error})") from None
+        raise BadInput(
+            f"needs a header with stage, breaks, killed_by and perhaps commit, hangs ({error})"
+        ) from None
     if len(header) == 1 or not mutant.killed_by or not mutant.breaks.strip():
         raise BadInput("needs a diff, a sentence `breaks` and at least one test in `killed_by`")
     return mutant
 
 
-def failing(repo: Path, tests: list[str], stages: set[str]) -> set[str]:
-    """Those of `tests` that fail in `repo`; of several cases one is enough. The contract is for `stages`.
+class Hung(Exception):
+    """Tests that had not ended when their time was over."""
 
-    Raises BadInput where pytest could not run them.
+
+def failing(repo: Path, tests: list[str], stage: str, limit: float | None = None) -> set[str]:
+    """Those of `tests` that fail in `repo`; of several cases one is enough. The contract is for `stage`.
+
+    Raises BadInput where pytest could not run them, and Hung after `limit` seconds, when all is ended.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
-    if any(test.startswith("tests/contract/") for test in tests):
-        command += [f"--stage={stage}" for stage in sorted(stages)]
-    environment = {**os.environ, "PYTHONPATH": str(repo), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "1000"}
-    done = subprocess.run(
-        [*command, *tests], cwd=repo, env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode not in (0, 1):
-        raise BadInput(f"pytest could not run {' '.join(tests)}:\n{done.stdout}{done.stderr}")
-    lines = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE)
+    code, output = run_pytest(repo, ["-q", "-rfE", "--tb=no", *tests], stage, limit)
+    if code not in (0, 1):
+        raise BadInput(f"pytest could not run {' '.join(tests)}:\n{output}")
+    lines = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, flags=re.MULTILINE)
     return {test for test in tests if any(re.match(rf"{re.escape(test)}($|\[)", line) for line in lines)}
+
+
+def run_pytest(repo: Path, words: list[str], stage: str, limit: float | None = None) -> tuple[int, str]:
+    """Exit status and output of pytest in a copy of the repository; the contract is run for `stage`.
+
+    Raises Hung after `limit` seconds, when all is ended.
+    """
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
+    if any(word.startswith("tests/contract/") for word in words):
+        command += [f"--stage={stage}"]
+    environment = {**os.environ, "PYTHONPATH": str(repo), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "1000"}
+    # In a session of its own, so that what the tests have started ends with them.
+    process = subprocess.Popen(
+        command, cwd=repo, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise Hung from None
+        raise
+    return process.returncode, output
 
 
 def copy_repo(repo: Path, to: Path) -> Path:
@@ -102,14 +132,18 @@ def copy_repo(repo: Path, to: Path) -> Path:
     return to
 
 
-def survivors_of(repo: Path, mutant: Mutant) -> list[str]:
-    """The tests of `killed_by` that pass on the mutant. Raises BadInput where it does not apply."""
+def verdicts_on(repo: Path, mutant: Mutant) -> dict[str, str]:
+    """What came of each test of `killed_by`. Raises BadInput where the mutant does not apply."""
+    tests = mutant.killed_by
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_repo(repo, Path(folder))
         if error := mutant.apply(copy):
             raise BadInput(f"{mutant.path.name} does not apply: {error}")
-        dead = failing(copy, list(mutant.killed_by), {mutant.stage})
-    return [test for test in mutant.killed_by if test not in dead]
+        try:
+            dead = failing(copy, list(tests), mutant.stage, LIMIT)
+        except Hung:
+            return dict.fromkeys(tests, "killed by hanging in" if mutant.hangs else "HANGS in")
+    return {test: "killed by" if test in dead else "SURVIVES" for test in tests}
 
 
 @story.verb
@@ -117,7 +151,7 @@ def mutants(
     names: Annotated[list[str] | None, typer.Argument(help="Some of tests/mutants, without .patch.")] = None,
 ) -> None:
     """Show for each mutant that the tests it names fail on it, and pass without it."""
-    repo = story.REPO
+    repo, began = story.REPO, time.monotonic()
     folder = repo / "tests" / "mutants"
     paths = [folder / f"{name}.patch" for name in names] if names else sorted(folder.glob("*.patch"))
     if absent := [path.stem for path in paths if not path.is_file()]:
@@ -125,19 +159,21 @@ def mutants(
     chosen = [read_mutant(path) for path in paths]
     console, alive = Console(highlight=False, soft_wrap=True), 0
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_A_TIME) as pool:
-        tests = sorted({test for mutant in chosen for test in mutant.killed_by})
-        copy, stages = copy_repo(repo, Path(scratch)), {mutant.stage for mutant in chosen}
-        unmutated = pool.submit(failing, copy, tests, stages)
-        found = pool.map(lambda mutant: survivors_of(repo, mutant), chosen)
-        for mutant, passing in zip(chosen, found, strict=True):
-            verdicts = {test: "killed by" for test in mutant.killed_by}
-            verdicts |= {test: "SURVIVES" for test in passing}
-            verdicts |= {test: "fails without it too:" for test in unmutated.result() & verdicts.keys()}
-            alive += set(verdicts.values()) != {"killed by"}
+        copy = copy_repo(repo, Path(scratch))
+        tests = {
+            stage: sorted({test for mutant in chosen if mutant.stage == stage for test in mutant.killed_by})
+            for stage in sorted({mutant.stage for mutant in chosen})
+        }
+        unmutated = {stage: pool.submit(failing, copy, tests[stage], stage) for stage in tests}
+        found = pool.map(lambda mutant: verdicts_on(repo, mutant), chosen)
+        for mutant, verdicts in zip(chosen, found, strict=True):
+            in_vain = unmutated[mutant.stage].result() & verdicts.keys()
+            verdicts |= {test: "fails without it too:" for test in in_vain}
+            alive += not all(verdict.startswith("killed") for verdict in verdicts.values())
             console.print(f"[bold]{mutant.name}[/bold] {escape(mutant.breaks)}")
             for test, verdict in verdicts.items():
                 console.print(f"    {verdict} {escape(test)}")
-    console.print(f"{len(chosen) - alive} of {len(chosen)} killed.")
+    console.print(f"{len(chosen) - alive} of {len(chosen)} killed, in {time.monotonic() - began:.0f} s.")
     if alive:
         raise typer.Exit(1)
 

@@ -91,6 +91,8 @@ def _ledger_tasks(history: CloneHistory, wheel: Wheel | None, ledger: LedgerHist
         for path, recorded in paths.items():
             read = partial(history.symbols, full, path)
             yield task(f"symbols of {path} at {full[:10]}", recorded, lambda read=read: rows(read()))
+    for *of, count in table.get("words", []):
+        yield task(f"{of[0]!r} in {of[2] or 'the diff'} at {of[1]}", count, history.occurrences, *of)
     for folder, recorded in table["lives"].items():
         found = cache(
             lambda folder=folder: [[x.path, x.born, x.died, x.became] for x in history.lives(folder)]

@@ -27,7 +27,7 @@ from typing import Any
 
 from ..provenance import REPO
 from .history import History, MissingObject, NoSuchFile, UpstreamError, as_pull, check_ref
-from .symbols import excerpt, find_symbol, has_name, python_symbols
+from .symbols import changed_lines, excerpt, find_symbol, has_name, python_symbols
 from .wheel import Wheel
 
 CLAIMS = REPO / "docs" / "data" / "claims"
@@ -106,7 +106,7 @@ def prove(claim: Claim, history: History, wheel: Wheel | None) -> None:
         _prove_counts(proof, history)
         if "path" not in proof:
             if "has" in proof or "lacks" in proof:
-                _prove_words(proof, _changed_lines(history.diff(proof["commit"])), "what the commit changes")
+                _prove_words(proof, changed_lines(history.diff(proof["commit"])), "what the commit changes")
         elif set(proof) & set(_OF_A_FILE) or set(proof) == {"commit", "path"}:
             _prove_file(proof, lambda: history.text(proof["commit"], proof["path"]))
     elif claim.kind == "wheel":
@@ -163,11 +163,6 @@ def _prove_words(proof: dict[str, Any], text: str, where: str) -> None:
         raise Disproved(f"{proof['has']!r} is not in {where}")
     if "lacks" in proof and proof["lacks"] in text:
         raise Disproved(f"{proof['lacks']!r} is in {where}")
-
-
-def _changed_lines(diff: str) -> str:
-    lines = [line for line in diff.split("\n") if line[:1] in ("+", "-") and line[:4] not in ("+++ ", "--- ")]
-    return "\n".join(line[1:] for line in lines)
 
 
 def _equal(what: str, claimed: int, found: int) -> None:

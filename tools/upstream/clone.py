@@ -25,7 +25,7 @@ from .history import (
 )
 from .ledger import LedgerHistory
 from .quiet_git import QuietGit, git_python, without_git_variables
-from .symbols import python_symbols
+from .symbols import changed_lines, excerpt, find_symbol, python_symbols
 
 _SHOW = ["--encoding=UTF-8", "--no-commit-header", "--format=%H%x00%P%x00%an%x00%aI%x00%cI%x00%s"]
 # diff-tree, unlike diff and log, takes no algorithm, context, colour or prefix from a configuration.
@@ -173,6 +173,18 @@ class CloneHistory(History):
     def line_count(self, ref: str, path: str) -> int:
         return self.text(ref, path).count("\n")
 
+    def occurrences(self, word: str, ref: str, path: str | None = None, symbol: str | None = None) -> int:
+        if path is None:
+            return changed_lines(self.diff(ref)).count(word)
+        try:
+            text = self.text(ref, path)
+        except NoSuchFile:
+            return 0
+        if symbol is not None:
+            found = find_symbol(python_symbols(text), symbol)
+            text = excerpt(text, found) if found else ""
+        return text.count(word)
+
     def text(self, ref: str, path: str) -> str:
         oid = self.blob(ref, path)
         if oid is None:
@@ -216,6 +228,7 @@ class CloneHistory(History):
         only = ["--", check_path(path)] if path else []
         return self._diff_tree(self.resolve(ref), ["-p", "-M"], only)
 
+    @functools.cache  # noqa: B019, it lives as long as its command
     def lives(self, under: str = SPECULATIVE) -> list[Life]:
         hashes = "".join(commit.hash + "\n" for commit in self.commits(under))
         words = [

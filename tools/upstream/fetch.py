@@ -138,6 +138,11 @@ def wanted_blobs(
     for folder, lives in ledger.table["lives"].items():
         for died in {died for _, _, died, _ in lives if died}:
             add(lambda died=died, folder=folder: history.changed_blobs(died, folder))
+    for _, ref, path, _, _ in ledger.table.get("words", []):
+        if path is None:
+            add(lambda ref=ref: history.changed_blobs(ref))
+        else:
+            add(lambda ref=ref, path=path: [history.blob(ref, path)])
     for ref, path in named.texts():
         add(lambda ref=ref, path=path: [history.blob(ref, path)])
     return wanted

@@ -157,6 +157,11 @@ class History(ABC):
         """Births and deaths of the files below a folder, up to `newest`, in order of birth."""
 
     @abstractmethod
+    def occurrences(self, word: str, ref: str, path: str | None = None, symbol: str | None = None) -> int:
+        """How often a word stands in a file at a commit, or in one definition of the file; without a path, in
+        the lines that the commit adds or removes. 0 where there is no such file or definition."""
+
+    @abstractmethod
     def text(self, ref: str, path: str) -> str:
         """A file's text at a commit. Clones only."""
 

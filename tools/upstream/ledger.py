@@ -163,6 +163,17 @@ class LedgerHistory(History):
             raise NotRecorded(f"The ledger has no births and deaths of {under}. {_FETCH}")
         return [Life(*life) for life in self.table["lives"][under]]
 
+    def occurrences(self, word: str, ref: str, path: str | None = None, symbol: str | None = None) -> int:
+        found = self._words.get((word, ref, path, symbol))
+        if found is None:
+            where = path or "what the commit changes"
+            raise NotRecorded(f"The ledger has not counted {word!r} in {where} at {ref}. {_FETCH}")
+        return found
+
+    @cached_property
+    def _words(self) -> dict[tuple, int]:
+        return {tuple(asked): count for *asked, count in self.table.get("words", [])}
+
     def text(self, ref: str, path: str) -> str:
         raise NotRecorded(f"The ledger keeps no code. {_FETCH}")
 

@@ -17,8 +17,10 @@ def record(
     wheel: Wheel | None,
     named: Named,
     progress: Callable[[Iterable], Iterable] = iter,
+    asked: Iterable[tuple[str, tuple]] = (),
 ) -> dict[str, Any]:
-    """The ledger's table: facts of everything that is named.
+    """The ledger's table: facts of everything that is named, and of what the quiz `asked` of a history, as
+    pairs of a method's name and its arguments.
 
     Raises NoSuchRef or MissingObject where the clone lacks something; a ledger is whole or is not written.
     """
@@ -32,7 +34,9 @@ def record(
     lives = {folder: history.lives(folder) for folder in table["record"]["listed"]}
     logs = {path: history.commits(path) for path in table["record"]["logs"]}
 
+    asked = list(dict.fromkeys(asked))
     named_hashes = [history.resolve(ref) for ref in named.commits()]
+    named_hashes += [history.resolve(ref) for name, (ref, *_) in asked if name in ("head", "commit")]
     for life in (life for folder in lives.values() for life in folder if workers([life.path])):
         named_hashes += [full for full in (life.born, life.died) if full]
     commits = {commit.hash: entry(commit) for log in logs.values() for commit in log}
@@ -58,6 +62,7 @@ def record(
             for full in places
         },
         "symbols": {full: symbol_tables(history, full, table["record"]) for full in places},
+        "words": [[*of, history.occurrences(*of)] for name, of in asked if name == "occurrences"],
         "lives": {
             folder: [[life.path, life.born, life.died, life.became] for life in found]
             for folder, found in lives.items()

@@ -57,6 +57,12 @@ def has_name(text: str, name: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(name.rpartition('.')[2])}(?!\w)", text) is not None
 
 
+def changed_lines(diff: str) -> str:
+    """What a unified diff adds or removes, without the signs."""
+    lines = [line for line in diff.split("\n") if line[:1] in ("+", "-") and line[:4] not in ("+++ ", "--- ")]
+    return "\n".join(line[1:] for line in lines)
+
+
 def excerpt(text: str, symbol: Symbol) -> str:
     """The lines of a symbol."""
     return "".join(text.splitlines(keepends=True)[symbol.first - 1 : symbol.last])

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 
 from .. import json_files
+from ..exercises.questions import read_questions
+from ..exercises.rules import what_is_asked
 from .check import FAILED, PROVEN, STATES, UNCHECKED
 from .check import check as all_facts
 from .clone import CloneHistory
@@ -21,10 +23,10 @@ from .named import Named
 from .record import record as record_table
 from .record import refuse_partial
 from .source import open_history, open_wheel
-from .verbs import aside, say, sentences
+from .verbs import aside, say, verb
 
 
-@sentences
+@verb
 def fetch(
     more: Annotated[
         list[str] | None, typer.Argument(metavar="[REF]…", help="Commits to fetch whole.")
@@ -60,7 +62,7 @@ def fetch(
         )
 
 
-@sentences
+@verb
 def check(
     every: Annotated[bool, typer.Option("--all", help="Name the proven facts too.")] = False,
 ) -> None:
@@ -86,7 +88,7 @@ def check(
         raise typer.Exit(1)
 
 
-@sentences
+@verb
 def record() -> None:
     """Write docs/data/ledger.json anew, from the clone and the wheel in use. For the course's author."""
     history, console = _clone(), Console(stderr=True)
@@ -96,7 +98,8 @@ def record() -> None:
         raise UpstreamError("The ledger records the wheel too. Run: fledge upstream fetch --wheel")
     columns = (TextColumn("recording"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        table = record_table(CloneHistory(history.path), wheel, Named.read(), bar.track)
+        asked = what_is_asked(read_questions(), history)
+        table = record_table(CloneHistory(history.path), wheel, Named.read(), bar.track, asked)
     json_files.write(LEDGER, table)
     aside(f"{LEDGER}: {len(table['commits'])} commits.")
 

@@ -176,6 +176,25 @@ def test_the_context_limit_ends_a_request(engines, zoo):
     ]
 
 
+def test_the_last_chain_writes_to_its_own_slots(engines, zoo):
+    """In every round up to the last, which sticks out over what a request may write."""
+    engine = engines.get(tree=CHAIN)
+    loop, probe, rounds = engine.scheduler, Probe(engine), []
+    real = loop.draft
+
+    def draft(batch):
+        verify_input = real(batch)
+        slots = batch.out_cache_loc.flatten().tolist()
+        assert len(set(slots)) == len(slots) and 0 not in slots, "two rows write to one place"
+        assert not set(slots) & set(probe.free_slots().tolist()), "nobody was given these slots"
+        rounds.append(len(slots))
+        return verify_input
+
+    with swapped(loop, "draft", draft):
+        generate(engine, zoo.prompts(LENGTHS, 24), greedy(*LIMITS))
+    assert len(rounds) > 4
+
+
 # ---- what it refuses ----
 
 

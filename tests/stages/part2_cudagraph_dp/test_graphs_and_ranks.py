@@ -8,13 +8,23 @@ import pytest
 import torch
 
 from stages.part2_cudagraph_dp import Engine
+from stages.part2_cudagraph_dp.layers import dp_attention
 from stages.part2_cudagraph_dp.layers.dp_attention import GlobalStep
 from stages.part2_cudagraph_dp.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from stages.part2_cudagraph_dp.speculative.eagle_info import EagleDraftInput
 from stages.part2_cudagraph_dp.speculative.spec_info import SpeculativeAlgorithm
 from tests.contract.harness import Engines, Stage, Zoo
 from tests.contract.probe import Probe, swapped
-from tests.stages.part4_worker.dp_helpers import TWO_RANKS, check_idle, entered, flags, gathers, steps
+from tests.stages.part4_worker.dp_helpers import (
+    LAYERS,
+    TWO_RANKS,
+    alone,
+    check_idle,
+    entered,
+    flags,
+    gathers,
+    steps,
+)
 
 CHAIN = (3, 1, 4)
 LENGTHS = (5, 9, 7, 12, 3)
@@ -214,7 +224,7 @@ def test_a_rank_without_requests_takes_the_graphs_of_the_other(zoo, two, busy):
         (((0, 5), (0, 1)), 5, None),
     ],
 )
-def test_graph_or_eager_is_decided_alike(two, engines, ranks, rows, size):
+def test_graph_or_eager_is_decided_alike(engines, ranks, rows, size):
     from tests.stages.part4_worker.test_dp_attention import Hearsay
 
     agreed = [
@@ -224,6 +234,19 @@ def test_graph_or_eager_is_decided_alike(two, engines, ranks, rows, size):
     assert agreed[0] == agreed[1] and agreed[0].target_rows == rows
     graphs = engines.get(cuda_graph_bs=[1, 2, 4]).scheduler.graphs
     assert [graphs.padded_size(bs, agreed[0]) for _, bs in ranks] == [size] * 2
+
+
+def test_an_idle_rank_brings_the_rows_of_a_padded_graph(engines, monkeypatch):
+    """Three requests of another rank are padded to four, so every gather takes four rows of each rank."""
+    engine = engines.get(cuda_graph_bs=[1, 2, 4])
+    step = GlobalStep(target_rows=3, max_decode_bs=3)
+    engine.scheduler.graphs.padded_size(3)  # prepared before, so that all that is entered is the step's
+    group = alone(dp_attention)
+    monkeypatch.setattr(dp_attention, "_group", group)
+    with torch.inference_mode():
+        engine.scheduler.tp_worker.forward_idle(step)
+    rows = [shape[0] for name, shape, _ in group.log if name == "all_gather"]
+    assert rows == [4] * LAYERS
 
 
 def test_eagle_under_dp_attention_is_refused(zoo):

@@ -117,3 +117,13 @@ def check_idle(engine: Engine) -> None:
         assert state["available_size"] + state["evictable_size"] == state["max_total_num_tokens"]
         assert state["protected_size"] == state["num_running_reqs"] == state["num_waiting_reqs"] == 0
     steps(engine, entered(engine))
+
+
+def alone(dp_attention) -> Any:
+    """A group of one, of a stage's module, whose collectives are copies: its log says what a rank enters."""
+
+    class Alone(dp_attention.DPGroup):
+        def _run(self, name, collective, out, own, group):
+            super()._run(name, lambda out, own, group: out.copy_(own), out, own, group)
+
+    return Alone(0, 1)

@@ -35,6 +35,7 @@ from .dp_helpers import (
     TREES,
     TWO_RANKS,
     Kept,
+    alone,
     begin,
     check_idle,
     check_same,
@@ -459,3 +460,30 @@ def test_without_work_there_is_no_step():
 def test_more_rows_than_announced_are_an_error_and_not_a_hang():
     with pytest.raises(RuntimeError, match="rank 1 has 3 rows where it announced at most 2"):
         DPGroup(1, 2).gather(torch.zeros(3, 4), 2)
+
+
+def test_an_idle_rank_brings_rows_of_the_models_own_type(one, monkeypatch):
+    """A gather of rows of two types hangs, or mixes them up: in bfloat16 an idle rank's are bfloat16 too."""
+    engine, group = one(TREE, eager=True, dtype="bfloat16"), alone(dp_attention)
+    monkeypatch.setattr(dp_attention, "_group", group)
+    step = GlobalStep(draft_rows=2, target_rows=8, draft_extend_rows=4)
+    with torch.inference_mode():
+        engine.scheduler.draft_worker.forward_idle(step)
+    rows = [(shape[0], dtype) for name, shape, dtype in group.log if name == "all_gather"]
+    assert rows == [(rows, "bfloat16") for rows in [2] * (TREE[0] - 1) + [8] * LAYERS + [4]]
+
+
+def test_the_rows_that_are_announced_are_those_that_run(zoo, one, monkeypatch):
+    """Rows of a request in a draft forward, in verification and in the draft extend."""
+    engine = one(TREE, eager=True)
+    worker, seen = engine.scheduler.draft_worker, {}
+    for runner in (worker.draft_model_runner, worker.target_worker.model_runner):
+        real = runner.forward
+
+        def forward(batch, real=real):
+            seen[batch.forward_mode.name] = len(batch.input_ids)
+            return real(batch)
+
+        monkeypatch.setattr(runner, "forward", forward)
+    engine.generate(input_ids=zoo.prompts((9,), 24), sampling_params=GREEDY)
+    assert worker.rows_per_req() == tuple(seen[mode] for mode in ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND"))

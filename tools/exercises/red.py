@@ -1,0 +1,55 @@
+"""Whether a scratch copy is mended: the test of its mutant, run on a copy of the repository with the scratch
+copy in the place of its stage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..bench.stages_door import BadInput
+from ..stages.mutants import LIMIT, Hung, copy_repo, run_pytest
+from .mend import OWN, Exercise
+
+
+@dataclass(frozen=True)
+class Red:
+    """One failing test: what it holds, what it expected and got, and in which lines, the test's own first."""
+
+    test: str
+    holds: str = ""
+    expected: str = ""
+    got: str = ""
+    first: str = ""  # the first difference of two lists
+    line: str = ""  # the statement of the test that failed
+    where: list[str] = field(default_factory=list)
+
+
+def run_check(repo: Path, exercise: Exercise, stage: Path) -> list[Red]:
+    """The first failing test of the exercise on the stage in `stage`; an empty list where all pass.
+
+    Raises BadInput where pytest could not run them at all.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_repo(repo, Path(folder) / "repo")
+        shutil.rmtree(copy / "stages" / exercise.stage)
+        left = shutil.ignore_patterns("__pycache__", OWN)
+        shutil.copytree(stage, copy / "stages" / exercise.stage, ignore=left)
+        told = Path(folder) / "red.jsonl"
+        report = ["-p", "tools.exercises.pytest_report", f"--red={told}"]
+        words = ["-q", "--tb=no", "--maxfail=1", *report, *exercise.mutant.killed_by]
+        try:
+            code, output = run_pytest(copy, words, exercise.stage, LIMIT)
+        except Hung:
+            return [
+                Red(exercise.mutant.killed_by[0], got=f"it had not ended after {LIMIT} s", expected="an end")
+            ]
+        lines = told.read_text(encoding="utf-8").splitlines() if told.is_file() else []
+    red = [Red(**json.loads(line)) for line in lines]
+    if code == 0 and not red:
+        return []
+    if not red:
+        raise BadInput(f"pytest could not run {' '.join(exercise.mutant.killed_by)}:\n{output}")
+    return red[:1]

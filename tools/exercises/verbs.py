@@ -1,0 +1,175 @@
+"""`fledge exercise …`: a stage with a defect to mend, on a copy that is the reader's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..bench.stages_door import BadInput
+from ..provenance import REPO
+from ..stages.story import verb
+from ..upstream.history import UpstreamError
+from ..upstream.source import open_history
+from ..upstream.verbs import aside, say
+from .mend import (
+    HINTS,
+    Exercise,
+    Scratch,
+    Spoilt,
+    find_exercise,
+    keep,
+    read_exercises,
+    read_later,
+    solution,
+)
+from .red import Red, run_check
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="An exercise; fledge exercise list names them.")]
+Dir = Annotated[
+    Path | None, typer.Option("--dir", file_okay=False, help="The copy's folder; default: exercises/NAME.")
+]
+
+
+@verb
+def list_exercises() -> None:
+    """The exercises in the order of the stages, and how far you are with each in ./exercises."""
+    exercises = read_exercises()
+    width = max(len(exercise.id) for exercise in exercises)
+    for stage in dict.fromkeys(exercise.stage for exercise in exercises):
+        say(stage)
+        for exercise in exercises:
+            if exercise.stage == stage:
+                say(f"  {exercise.id:<{width}}  {_state(exercise):<11}  {exercise.title}")
+    for later in read_later():
+        say(f"{later.arrives}, not yet there\n  {'':<{width}}  {'':<11}  {later.title}")
+    aside("Begin with: fledge exercise start NAME")
+
+
+@verb
+def start(name: Name, folder: Dir = None) -> None:
+    """Copy the stage with the defect in it, for you to mend."""
+    exercise, folder = _found(name, folder)
+    Scratch.make(REPO, exercise, folder)
+    _began(exercise, folder)
+
+
+@verb
+def hint(name: Name, folder: Dir = None) -> None:
+    """Your next question; each call gives the next of three."""
+    exercise, folder = _found(name, folder)
+    scratch = Scratch.open(folder, exercise)
+    if scratch.tried.hints == HINTS:
+        aside("These were all. The last one again; `solution` opens after a try.")
+    else:
+        scratch.tried.hints += 1
+        scratch.save()
+    say(f"{scratch.tried.hints} of {HINTS}: {exercise.hints[scratch.tried.hints - 1]}")
+
+
+@verb
+def check(name: Name, folder: Dir = None) -> None:
+    """Run the test that the defect fails on your copy. Exit status 0: mended, 1: not yet."""
+    exercise, folder = _found(name, folder)
+    scratch = Scratch.open(folder, exercise)
+    aside(f"{' '.join(exercise.mutant.killed_by)}, on {folder} …")
+    red = run_check(REPO, exercise, folder)
+    scratch.tried.checks += bool(scratch.edits())
+    scratch.tried.green = not red
+    scratch.save()
+    if red:
+        _show(red[0], folder, exercise.stage)
+        aside(f"\nA question that helps: fledge exercise hint {exercise.id}")
+        raise typer.Exit(1)
+    say(f"green  {exercise.mended}\n")
+    _show_commit(exercise)
+
+
+@verb
+def diff(name: Name, folder: Dir = None) -> None:
+    """What you have changed in your copy."""
+    exercise, folder = _found(name, folder)
+    edits = Scratch.open(folder, exercise).edits()
+    say(edits.rstrip("\n")) if edits else aside("You have changed nothing yet.")
+
+
+@verb
+def show_solution(
+    name: Name,
+    folder: Dir = None,
+    give_up: Annotated[bool, typer.Option("--give-up", help="Show it without a try.")] = False,
+) -> None:
+    """What mends it, as a diff; after a check of an edit of yours, or with --give-up."""
+    exercise, folder = _found(name, folder)
+    if not give_up and not Scratch.open(folder, exercise).tried.checks:
+        raise BadInput(
+            f"Try first: edit {folder}, then fledge exercise check {exercise.id}. "
+            "The solution opens after that, or with --give-up."
+        )
+    say(solution(REPO, exercise))
+    say(exercise.mended + "\n")
+    _show_commit(exercise)
+
+
+@verb
+def reset(name: Name, folder: Dir = None) -> None:
+    """Start over; what you have changed is kept beside it."""
+    exercise, folder = _found(name, folder)
+    try:
+        kept = Scratch.open(folder, exercise).set_aside()
+    except Spoilt:
+        kept = keep(folder)
+    if kept:
+        say(f"Your work is kept in {kept}.")
+    Scratch.make(REPO, exercise, folder)
+    _began(exercise, folder)
+
+
+def _found(name: str, folder: Path | None) -> tuple[Exercise, Path]:
+    exercise = find_exercise(read_exercises(), name)
+    return exercise, folder or Path("exercises") / exercise.id
+
+
+def _state(exercise: Exercise) -> str:
+    try:
+        tried = Scratch.open(Path("exercises") / exercise.id, exercise).tried
+    except BadInput:
+        return ""
+    return "mended" if tried.green else "tried" if tried.checks else "begun"
+
+
+def _began(exercise: Exercise, folder: Path) -> None:
+    say(f"{exercise.title}\n\n{exercise.symptom}\n")
+    say(f"The stage {exercise.stage} is in {folder}: a whole engine, with one defect in it. Mend it there.")
+    say(f"See it fail: fledge exercise check {exercise.id}")
+
+
+def _show(red: Red, folder: Path, stage: str) -> None:
+    say(f"red    {red.test}")
+    for label, text in (
+        ("holds", red.holds),
+        ("expected", red.expected),
+        ("got", red.got),
+        ("first", red.first),
+    ):
+        if text:
+            say(f"  {label:<9} {text}")
+    if red.line and red.line != red.expected:
+        say(f"  {'in':<9} {red.line}")
+    for place in red.where:
+        inside = place.removeprefix(f"stages/{stage}/")
+        say(f"  {'where':<9} {place if inside == place else folder / inside}")
+
+
+def _show_commit(exercise: Exercise) -> None:
+    """The upstream commit that mended it, from the reader's clone or the ledger."""
+    try:
+        history = open_history()
+        commit = history.commit(exercise.commit)
+    except UpstreamError as error:
+        return aside(f"Upstream: {exercise.commit[:10]}. {error}")
+    say(f"Upstream  {commit.day}  {commit.short}  {commit.subject}")
+    for change in commit.files:
+        say(f"  +{change.added or 0:<5} -{change.removed or 0:<5} {change.path}")
+    aside(f"From {history.label}. In a clone: fledge upstream diff {commit.short}")
