@@ -60,6 +60,7 @@ def _needed(item: pytest.Item) -> set[str]:
         wanted |= {"eagle", "spec_scheduler"}  # the suite looks into every round
         if tree[1] > 1:
             wanted |= {"tree", "page_tree"} if params.get("page", 1) > 1 else {"tree"}
+    wanted |= getattr(params.get("spec"), "needs", set())
     if params.get("topk", 1) > 1:
         wanted.add("tree")
     return wanted

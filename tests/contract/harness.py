@@ -19,7 +19,7 @@ import torch
 from . import models
 from .models import TargetSpec
 from .probe import Probe
-from .reference import RefHead, RefTarget, greedy
+from .reference import Eagle3RefHead, RefHead, RefTarget, greedy
 
 REPO = Path(__file__).resolve().parents[2]
 GAP = 1e-3  # prompts whose greedy top two ever come closer are dropped
@@ -105,18 +105,33 @@ class Zoo:
 
     def head(self, spec: TargetSpec = models.BASE, skill: float = 1.0, bias: bool = True) -> Path:
         def make():
-            tensors = models.head_tensors(spec, self.target(spec), skill=skill, bias=bias)
+            if spec.algorithm == "EAGLE3":
+                tensors = models.eagle3_head_tensors(spec, self.target(spec), skill=skill)
+            else:
+                tensors = models.head_tensors(spec, self.target(spec), skill=skill, bias=bias)
             return models.write_head(self.folder / f"{spec.name}-head-{skill}-{bias}", spec, tensors)
 
         return self._once(("head", spec, skill, bias), make)
+
+    def token_map(self, spec: TargetSpec) -> Path | None:
+        """The file that an EAGLE draft of `spec` is run with, if it proposes hot tokens only."""
+        if not spec.hot or spec.algorithm != "EAGLE":
+            return None
+        return self._once(
+            ("token_map", spec), lambda: models.write_token_map(self.folder / f"{spec.name}-map.pt", spec)
+        )
 
     def ref(self, spec: TargetSpec = models.BASE) -> RefTarget:
         return self._once(("ref", spec), lambda: RefTarget(self.target(spec)))
 
     def ref_head(self, spec: TargetSpec = models.BASE, **head) -> RefHead:
-        return self._once(
-            ("ref_head", spec, *head.items()), lambda: RefHead(self.head(spec, **head), self.ref(spec))
-        )
+        def make():
+            folder, target = self.head(spec, **head), self.ref(spec)
+            if spec.algorithm == "EAGLE3":
+                return Eagle3RefHead.read(folder, target)
+            return RefHead.read(folder, target, hot=spec.hot_tokens() if spec.hot else None)
+
+        return self._once(("ref_head", spec, *head.items()), make)
 
     def r0(self, prompt: list[int], spec: TargetSpec = models.BASE, **params) -> list[int]:
         """Greedy output without a cache under the stop rules of `params` (max_new_tokens 16 unless given)."""
@@ -173,7 +188,8 @@ class Engines:
         if tree is not None:
             steps, topk, draft_tokens = tree
             merged.update(
-                speculative_algorithm="EAGLE",
+                speculative_algorithm=spec.algorithm,
+                speculative_token_map=None if (file := self.zoo.token_map(spec)) is None else str(file),
                 speculative_draft_model_path=str(self.zoo.head(spec, skill=skill)),
                 speculative_num_steps=steps,
                 speculative_eagle_topk=topk,

@@ -1,4 +1,4 @@
-"""Tiny Llama targets and EAGLE heads, random but useful, written as real safetensors folders.
+"""Tiny Llama targets, random but useful, written as real safetensors folders with EAGLE and EAGLE-3 heads.
 
 A target is almost a bigram model: its layers add `mix` to an embedding that decides most of the next token,
 so a head that reads the embedding alone is often right, and both accepted and rejected drafts occur. Norm
@@ -24,7 +24,7 @@ CONSTANT = 2.0  # value of dimension 0 in every embedding row
 @dataclass(frozen=True)
 class TargetSpec:
     """Shape and temper of one random target; `loved` gets about `love` added to its logit at
-    every position.
+    every position. `hot` tokens (0: all) are those that its draft proposes: under EAGLE by a token map.
     """
 
     name: str = "base"
@@ -47,6 +47,19 @@ class TargetSpec:
     rope_scaling: str | None = None
     eos_possible: bool = False
     tokenizer: bool = True
+    algorithm: str = "EAGLE"
+    hot: int = 0
+
+    @property
+    def needs(self) -> set[str]:
+        """Features of a stage that can draft for it."""
+        eagle3 = self.algorithm == "EAGLE3"
+        return {"eagle3"} if eagle3 else {"token_map"} if self.hot else set()
+
+    def hot_tokens(self) -> torch.Tensor:
+        """Ascending ids; the end token is one of them."""
+        others = torch.randperm(self.vocab - 3, generator=torch.Generator().manual_seed(self.seed)) + 3
+        return torch.cat([torch.tensor([EOS]), others[: self.hot - 1]]).sort().values
 
 
 BASE = TargetSpec()
@@ -81,6 +94,26 @@ LOVER = TargetSpec(name="lover", seed=5, loved=40, love=9.0)
 TIED = TargetSpec(name="tied", seed=6, tied=True, lm_scale=1.0, mix=1.5)
 BIASED = TargetSpec(name="biased", seed=7, qkv_bias=True, shards=3)
 SCALED_ROPE = TargetSpec(name="scaled_rope", seed=8, rope_scaling="llama3")
+TOKEN_MAP = TargetSpec(name="token_map", seed=9, hot=96)
+# Seven layers are the fewest of which three are captured; wide heads, for what its head makes of them.
+EAGLE3 = TargetSpec(name="eagle3", seed=10, layers=7, head_dim=32, mix=0.08, algorithm="EAGLE3", hot=96)
+TOY8_EAGLE3 = TargetSpec(
+    name="toy8_eagle3",
+    vocab=8,
+    hidden=32,
+    layers=7,
+    heads=2,
+    kv_heads=1,
+    mlp=48,
+    mix=0.08,
+    lm_scale=1.3,
+    seed=11,
+    tokenizer=False,
+    eos_possible=True,
+    algorithm="EAGLE3",
+    hot=6,
+)
+METHODS = (EAGLE3, TOKEN_MAP)  # beside plain EAGLE
 
 HEAD_TENSORS = (
     "fc.weight",
@@ -234,13 +267,65 @@ def head_tensors(spec: TargetSpec, folder: Path, seed: int = 0, skill: float = 1
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
+def eagle3_head_tensors(spec: TargetSpec, folder: Path, seed: int = 0, skill: float = 1.0):
+    """Tensors by name of an EAGLE-3 head for the target in `folder`, in the layout of published ones.
+
+    All embeddings have one dimension in common. It makes attention look at its own row above all, so that the
+    embedding gets through to the head's own LM head, a least-squares fit to the target's logits; `skill` 0
+    gives one that knows nothing.
+    """
+    from .reference import Eagle3RefHead, RefTarget
+
+    draw, hidden, dim = _Draw(3000 + 17 * seed + spec.seed), spec.hidden, spec.head_dim
+    plain, attention = _layer(spec, "midlayer.", draw, 0.1), "midlayer.self_attn."
+    for name, own, first in (("q", 0.3, 2.5), ("k", 0.3, 2.5), ("v", 1.0, 0.0)):
+        embed, state = plain[f"{attention}{name}_proj.weight"], draw(hidden, hidden, scale=0.3 * hidden**-0.5)
+        weight = torch.cat([embed, state[torch.arange(len(embed)) % hidden]], dim=1) * own
+        # Turned by the rotary embedding, the same vector agrees with itself best where it was not moved.
+        weight[:, 0] = first * (torch.arange(len(weight)) % (dim // 2) < 3)
+        plain[f"{attention}{name}_proj.weight"] = weight
+    # Random rotations lose nothing of the embedding, as random matrices would.
+    size, group = spec.kv_heads * dim, spec.heads // spec.kv_heads
+    plain[f"{attention}v_proj.weight"][:, :hidden] = torch.linalg.qr(draw(hidden, hidden)).Q[:size]
+    out = torch.linalg.qr(draw(hidden, hidden)).Q[:, :size].view(hidden, spec.kv_heads, 1, dim) / group
+    plain[f"{attention}o_proj.weight"] = out.expand(-1, -1, group, -1).reshape(hidden, -1)
+    hot = spec.hot_tokens()
+    marked = torch.zeros(spec.vocab, dtype=torch.bool)
+    marked[hot] = True
+    tensors = plain | {
+        "midlayer.hidden_norm.weight": 0.7 + 0.6 * torch.rand(hidden, generator=draw.generator),
+        "fc.weight": draw(hidden, 3 * hidden, scale=0.3 * (3 * hidden) ** -0.5),
+        "norm.weight": 0.7 + 0.6 * torch.rand(hidden, generator=draw.generator),
+        "lm_head.weight": torch.zeros(len(hot), hidden),
+        "d2t": hot - torch.arange(len(hot)),
+        "t2d": marked,
+    }
+    target, states, wanted = RefTarget(folder), [], []
+    head = Eagle3RefHead(_config(spec), tensors, target)
+    for _ in range(12):
+        tokens = torch.randint(3, spec.vocab, (96,), generator=draw.generator).tolist()
+        states.append(head.normed(head.teacher_forced(tokens)[2]))
+        wanted.append(target.run(tokens).logits[1:, hot])
+    x, y = torch.cat(states).double(), torch.cat(wanted).double()
+    ridge = 3.0 * torch.eye(hidden, dtype=torch.float64)
+    tensors["lm_head.weight"] = skill * torch.linalg.solve(x.T @ x + ridge, x.T @ (y - y.mean(0))).T.float()
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def write_token_map(file: Path, spec: TargetSpec) -> Path:
+    """The map of a target's hot tokens, most frequent first as such files are."""
+    torch.save(spec.hot_tokens().flip(0).tolist(), file)
+    return file
+
+
 def write_head(folder: Path, spec: TargetSpec, tensors: dict[str, torch.Tensor], **config) -> Path:
-    """Write an EAGLE head for `spec` as a folder; config keys can be replaced."""
+    """Write a draft head for `spec` as a folder; config keys can be replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    content = _config(
-        spec, architectures=["LlamaForCausalLMEagle"], num_hidden_layers=1, tie_word_embeddings=False
-    )
+    kind = {"architectures": ["LlamaForCausalLMEagle"]}
+    if spec.algorithm == "EAGLE3":
+        kind = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": spec.hot}
+    content = _config(spec, num_hidden_layers=1, tie_word_embeddings=False, **kind)
     content.update(config)
     (folder / "config.json").write_text(json.dumps(content))
     return folder

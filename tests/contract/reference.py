@@ -99,13 +99,14 @@ class _Layer:
 @dataclass
 class TargetPass:
     """One full pass: logits [L, V], hidden [L, h] after the final norm, keys and values
-    [layers, L, Hk, D].
+    [layers, L, Hk, D], and what each layer was given [layers, L, h].
     """
 
     logits: torch.Tensor
     hidden: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    inputs: torch.Tensor
 
 
 class RefTarget:
@@ -141,15 +142,18 @@ class RefTarget:
         tokens, n = tuple(tokens), len(tokens)
         if (whole := self.covering(tokens)) is not None:
             made = self._pass(whole)
-            return TargetPass(made.logits[:n], made.hidden[:n], made.k[:, :n], made.v[:, :n])
+            return TargetPass(
+                made.logits[:n], made.hidden[:n], made.k[:, :n], made.v[:, :n], made.inputs[:, :n]
+            )
         return self._pass(tokens)
 
     @torch.inference_mode()
     def _compute(self, tokens: tuple[int, ...]) -> TargetPass:
         positions = torch.arange(len(tokens))
         visible = positions[:, None] >= positions[None]
-        x, keys, values = self.embed[torch.tensor(tokens)], [], []
+        x, keys, values, inputs = self.embed[torch.tensor(tokens)], [], [], []
         for layer in self.layers:
+            inputs.append(x)
             normed = _norm(x, layer.t["input_layernorm.weight"], self.eps)
             k, v = layer.kv(normed, positions)
             x = x + layer.attend(normed, positions, k, v, visible)
@@ -157,7 +161,8 @@ class RefTarget:
             keys.append(k)
             values.append(v)
         hidden = _norm(x, self.norm, self.eps)
-        return TargetPass(hidden @ self.lm_head.T, hidden, torch.stack(keys), torch.stack(values))
+        stacked = (torch.stack(part) for part in (keys, values, inputs))
+        return TargetPass(hidden @ self.lm_head.T, hidden, *stacked)
 
 
 @dataclass
@@ -213,21 +218,49 @@ def greedy(target: RefTarget, prompt: list[int], params: dict | None = None) -> 
 
 
 class RefHead:
-    """An EAGLE head (fc, one layer without input norm) read from `folder`, with the target's embedding and
-    head.
+    """An EAGLE head (fc, one layer without input norm) with the target's embedding and head.
+
+    `hot`, ascending: the only tokens that it proposes.
     """
 
-    def __init__(self, folder: Path, target: RefTarget):
-        self.config = json.loads((Path(folder) / "config.json").read_text())
-        self.tensors, self.target = read_tensors(folder), target
-        self.layer, self.eps = _Layer(self.tensors, "layers.0.", self.config), self.config["rms_norm_eps"]
+    prefix = "layers.0."
+
+    def __init__(
+        self,
+        config: dict,
+        tensors: dict[str, torch.Tensor],
+        target: RefTarget,
+        hot: torch.Tensor | None = None,
+    ):
+        self.config, self.tensors, self.target = config, tensors, target
+        self.hot = torch.arange(target.vocab) if hot is None else hot
+        self.layer, self.eps = _Layer(tensors, self.prefix, config), config["rms_norm_eps"]
         self._forced = lru_cache(maxsize=4096)(self._teacher_forced)
         self._grown = lru_cache(maxsize=8192)(self._grow)
 
-    def fuse(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Pairs (token, feature) -> the layer's input [rows, h]."""
+    @classmethod
+    def read(cls, folder: Path, target: RefTarget, **more) -> RefHead:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        return cls(config, read_tensors(folder), target, **more)
+
+    def fed(self, tokens) -> torch.Tensor:
+        """What the target gives the head at every token, [L, any]."""
+        return self.target.run(tokens).hidden
+
+    def fuse(self, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pairs (token, feature) -> what attention reads, and the residual [rows, h]."""
         pairs = torch.cat([self.target.embed[tokens], hidden], dim=-1)
-        return F.linear(pairs, self.tensors["fc.weight"], self.tensors.get("fc.bias"))
+        x = F.linear(pairs, self.tensors["fc.weight"], self.tensors.get("fc.bias"))
+        return x, x
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """[rows, h] -> [rows, hot]"""
+        return features @ self.target.lm_head[self.hot].T
+
+    def propose(self, features: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probabilities and tokens of the topk likeliest, [..., topk]."""
+        prob, index = _top(torch.softmax(self.logits(features), -1), topk)
+        return prob, self.hot[index]
 
     def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         x = x + attended
@@ -246,12 +279,12 @@ class RefHead:
 
     @torch.inference_mode()
     def _teacher_forced(self, tokens: tuple[int, ...]):
-        hidden = self.target.run(tokens).hidden[:-1]
+        hidden = self.fed(tokens)[:-1]
         positions = torch.arange(len(tokens) - 1)
-        x = self.fuse(torch.tensor(tokens[1:]), hidden)
+        x, residual = self.fuse(torch.tensor(tokens[1:]), hidden)
         k, v = self.layer.kv(x, positions)
         visible = positions[:, None] >= positions[None]
-        return k, v, self.finish(x, self.layer.attend(x, positions, k, v, visible))
+        return k, v, self.finish(residual, self.layer.attend(x, positions, k, v, visible))
 
     def grow(self, tokens: list[int], steps: int, topk: int, draft_tokens: int, ancestors_only: bool = True):
         """The tree drafted after `tokens` (the last of them is the root): lists of node token and node
@@ -266,7 +299,7 @@ class RefHead:
     def _grow(self, tokens: tuple[int, ...], steps: int, topk: int, draft_tokens: int, ancestors_only: bool):
         k, v, feature = self.teacher_forced(tokens)
         start, feature = len(k), feature[-1]
-        prob, index = _top(torch.softmax(feature @ self.target.lm_head.T, -1), topk)
+        prob, index = self.propose(feature, topk)
         scores, beam_tokens, features = prob, index, feature.expand(topk, -1)
         flat_scores, flat_tokens = [prob], [index]
         parents_of = [-1] * topk  # flat index of each candidate's parent, -1 is the root
@@ -274,7 +307,7 @@ class RefHead:
         seen = [set() for _ in range(topk)]  # rows of the scratch visible to each beam
         for step in range(steps - 1):
             positions = torch.full((topk,), start + step)
-            x = self.fuse(beam_tokens, features)
+            x, residual = self.fuse(beam_tokens, features)
             new_k, new_v = self.layer.kv(x, positions)
             k, v = torch.cat([k, new_k]), torch.cat([v, new_v])
             visible = torch.zeros(topk, len(k), dtype=torch.bool)
@@ -283,8 +316,8 @@ class RefHead:
                 seen[beam] = seen[beam] | {start + step * topk + beam}
                 mine = seen[beam] if ancestors_only else {start + s * topk + beam for s in range(step + 1)}
                 visible[beam, sorted(mine)] = True
-            features = self.finish(x, self.layer.attend(x, positions, k, v, visible))
-            prob, index = _top(torch.softmax(features @ self.target.lm_head.T, -1), topk)
+            features = self.finish(residual, self.layer.attend(x, positions, k, v, visible))
+            prob, index = self.propose(features, topk)
             children = scores[:, None] * prob  # [topk, topk]
             base = topk + topk * topk * step
             flat_scores.append(children.flatten())
@@ -300,6 +333,32 @@ class RefHead:
         rows = {flat: row + 1 for row, flat in enumerate(best)}
         rows[-1] = 0
         return [tokens[-1]] + [all_tokens[c] for c in best], [-1] + [rows[parents_of[c]] for c in best]
+
+
+class Eagle3RefHead(RefHead):
+    """An EAGLE-3 head: pairs that are normed, features of three layers through fc, an LM head of its own."""
+
+    prefix = "midlayer."
+
+    def __init__(self, config: dict, tensors: dict[str, torch.Tensor], target: RefTarget):
+        offsets = tensors["d2t"].long()
+        super().__init__(config, tensors, target, offsets + torch.arange(len(offsets)))
+
+    def fed(self, tokens) -> torch.Tensor:
+        inputs = self.target.run(tokens).inputs
+        return torch.cat([inputs[2], inputs[len(inputs) // 2], inputs[-3]], dim=-1)
+
+    def fuse(self, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if hidden.shape[-1] != self.target.embed.shape[1]:
+            hidden = F.linear(hidden, self.tensors["fc.weight"], self.tensors.get("fc.bias"))
+        embeds = _norm(self.target.embed[tokens], self.layer.t["input_layernorm.weight"], self.eps)
+        return torch.cat([embeds, _norm(hidden, self.layer.t["hidden_norm.weight"], self.eps)], -1), hidden
+
+    def normed(self, features: torch.Tensor) -> torch.Tensor:
+        return _norm(features, self.tensors["norm.weight"], self.eps)
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        return self.normed(features) @ self.tensors["lm_head.weight"].T
 
 
 def _top(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,7 +38,7 @@ def test_fc_bias(stage, engines, zoo, tmp_path, bias, flag):
         return
     with engines.fresh(tree=stage.shape, speculative_draft_model_path=str(folder)) as engine:
         prompts = zoo.prompts((5, 9), 8)
-        done = run(engine, prompts, {"max_new_tokens": 8}, ref_head=RefHead(folder, zoo.ref()))
+        done = run(engine, prompts, {"max_new_tokens": 8}, ref_head=RefHead.read(folder, zoo.ref()))
         assert done.tokens == [zoo.r0(p, max_new_tokens=8) for p in prompts]
 
 

@@ -45,7 +45,7 @@ def real(target_path, head_path):
         paths=(str(target_path), str(head_path)),
         prompts=prompts,
         target=target,
-        head=RefHead(head_path, target),
+        head=RefHead.read(head_path, target),
     )
 
 

@@ -93,8 +93,9 @@ class Browser:
         return done["result"].get("value")
 
     def type(self, text: str) -> None:
-        """Type into what has the focus."""
+        """Type into what has the focus: inserted text lifts no key, and a search waits for that."""
         self.call("Input.insertText", text=text)
+        self.press("End")
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):

@@ -113,3 +113,14 @@ def test_results_go_where_they_are_wanted(kernels, device):
     results = kernels.linear_topk(x, weight, 4, *places)
     for result, place, value in zip(results, places, expected, strict=True):
         assert result.data_ptr() == place.data_ptr() and torch.equal(place, value)
+
+
+@pytest.mark.parametrize("vocab, k", [(300, 4), (9, 2)])
+def test_rows_may_be_for_other_tokens_than_their_numbers(kernels, device, vocab, k):
+    """Chosen as without names, ties to the lower row, and then named; written to where they are wanted."""
+    x, weight = numbers(3, 8, device), head(vocab, 8, device)
+    names = torch.arange(vocab, device=device) * 5 + 7
+    probs, rows = kernels.linear_topk(x, weight, k)
+    places = (torch.empty(3, k, device=device), torch.empty(3, k, dtype=torch.int64, device=device))
+    assert kernels.linear_topk(x, weight, k, *places, names)[1] is places[1]
+    assert torch.equal(places[1], rows * 5 + 7) and torch.equal(places[0], probs)

@@ -8,17 +8,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tools.models.head_data import HELD_OUT, MANIFEST, Text, _describe, _save
-from tools.models.head_model import Head, HeadConfig
+from tools.models.head_model import FrozenTarget, Head, HeadConfig, head_for
 
 VOCAB, HIDDEN = 61, 48  # neither a power of two; three query heads to one key head, as in the embedded model
 
 
-def tiny_target(folder: Path, seed: int = 0, sharpness: float = 6.0) -> Path:
-    """A random two-layer Llama whose logits are sharp enough to have a clear best token."""
+def tiny_target(folder: Path, seed: int = 0, sharpness: float = 6.0, layers: int = 2) -> Path:
+    """A random Llama whose logits are sharp enough to have a clear best token."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=2, num_attention_heads=3, head_dim=16,
-        num_key_value_heads=1, vocab_size=VOCAB, max_position_embeddings=512, rms_norm_eps=1e-5,
+        hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=3,
+        head_dim=16, num_key_value_heads=1, vocab_size=VOCAB, max_position_embeddings=512, rms_norm_eps=1e-5,
         tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=2, initializer_range=0.3,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
@@ -37,6 +37,28 @@ def tiny_head(folder: Path, seed: int = 1, std: float = 0.15) -> Head:
     """A random head for the target in `folder`."""
     raw = json.loads((folder / "config.json").read_text())
     return Head(HeadConfig.for_target(raw, 56)).reset(seed, std)
+
+
+def tiny_setting(folder: Path, algorithm: str, seed: int = 1, std: float = 0.15) -> tuple[FrozenTarget, Head]:
+    """A target and a random head for it; EAGLE-3's proposes two tokens of three."""
+    if algorithm == "EAGLE":
+        return FrozenTarget(tiny_target(folder)), tiny_head(folder, seed, std)
+    target = FrozenTarget(tiny_target(folder, layers=7))
+    head = head_for(target, 56, seed, torch.arange(VOCAB)[torch.arange(VOCAB) % 3 > 0])
+    with torch.no_grad():
+        for name, tensor in head.tensors().items():
+            if "proj" in name:
+                tensor.mul_(2.5 * std / 0.02)
+            if name.endswith("norm.weight"):
+                tensor.mul_(0.5 + torch.rand(tensor.shape))
+    return target, head
+
+
+def fed_states(head: Head, target: FrozenTarget, tokens: torch.Tensor) -> torch.Tensor:
+    """What the head reads of the target, `[B, L, any]`."""
+    layers = head.fed_layers(target)
+    states = target.states(tokens, layers)
+    return states[..., :-HIDDEN] if layers else states
 
 
 def random_text(sequences: int, seed: int = 0, low: int = 12, high: int = 90) -> Text:

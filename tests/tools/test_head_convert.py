@@ -7,7 +7,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from tests.tools.head_helpers import HIDDEN, VOCAB, random_text, tiny_head, tiny_target, write_folder
+from tests.tools.head_helpers import (
+    HIDDEN,
+    VOCAB,
+    random_text,
+    tiny_head,
+    tiny_setting,
+    tiny_target,
+    write_folder,
+)
 from tools.models.cache import ModelError
 from tools.models.head_convert import convert_head
 from tools.models.head_model import load_head, save_head
@@ -49,6 +57,24 @@ def test_a_pickle_becomes_a_folder_that_loads(published, tmp_path):
     assert load_head(out).config.fc_bias
 
 
+def test_an_eagle3_head_becomes_a_folder_that_loads(tmp_path):
+    """Its own LM head stays, its map is checked, and a t2d that it lacks is made."""
+    _, head = tiny_setting(tmp_path / "target", "EAGLE3")
+    tensors = {name: t.detach().half() for name, t in head.tensors().items()} | {"d2t": head.maps()["d2t"]}
+    config = head.config.raw | {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.save(tensors | {"embed_tokens.weight": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    out = convert_head(tmp_path, tmp_path / "out")
+    stored = load_file(out / "model.safetensors")
+    assert stored.keys() == {*tensors, "t2d"} and all(torch.equal(stored[n], t) for n, t in tensors.items())
+    loaded = load_head(out)
+    assert loaded.algorithm == "EAGLE3" and torch.equal(loaded.hot_token_id, head.hot_token_id)
+    assert stored["t2d"].nonzero().squeeze(-1).tolist() == head.hot_token_id.tolist()
+    torch.save(tensors | {"d2t": head.hot_token_id + 40}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="d2t"):
+        convert_head(tmp_path, tmp_path / "other")
+
+
 def test_names_with_a_prefix_and_safetensors_are_read_too(published, tmp_path):
     head, tensors, source, _ = published
     (source / "pytorch_model.bin").unlink()
@@ -82,8 +108,8 @@ def test_rope_comes_from_the_target_where_the_head_is_silent(published, tmp_path
         (lambda t: t.pop("layers.0.mlp.up_proj.weight"), "missing layers.0.mlp.up_proj.weight"),
         (lambda t: t.update({"layers.0.input_layernorm.weight": torch.ones(HIDDEN)}), "input_layernorm"),
         (lambda t: t.update({"fc.weight": torch.ones(HIDDEN, HIDDEN)}), "fc.weight in .* has shape"),
-        (lambda t: t.update({"d2t": torch.zeros(5)}), "EAGLE-3"),
-        (lambda t: t.update({"midlayer.mlp.up_proj.weight": torch.zeros(5)}), "EAGLE-3"),
+        (lambda t: t.update({"d2t": torch.zeros(5)}), "LlamaForCausalLMEagle3: missing"),
+        (lambda t: t.update({"midlayer.mlp.up_proj.weight": torch.zeros(5)}), "Eagle3: missing"),
     ],
 )
 def test_foreign_tensors_are_refused_by_name(published, tmp_path, change, message):
@@ -98,7 +124,7 @@ def test_foreign_tensors_are_refused_by_name(published, tmp_path, change, messag
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE-3"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3: missing"),
         ({"num_hidden_layers": 2}, "2 layers"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias"),

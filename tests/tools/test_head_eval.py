@@ -7,24 +7,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tools.head_helpers import tiny_head, tiny_target
+from tests.tools.head_helpers import fed_states, tiny_setting
 from tools.bench.configurations import read_shape
 from tools.bench.stages_door import BadInput
 from tools.models.head_data import Text
 from tools.models.head_eval import Rounds, rows_of, simulate
-from tools.models.head_model import FrozenTarget, load_head, rotary_table, save_head
+from tools.models.head_model import load_head, rotary_table, save_head
 from tools.models.head_report import check_engine
 
 
-@pytest.fixture(scope="module")
-def setting(tmp_path_factory):
-    folder = tiny_target(tmp_path_factory.mktemp("target"))
-    target = FrozenTarget(folder)
-    head = tiny_head(folder, seed=3, std=0.05)  # passes the hidden state on, so that some drafts are right
+@pytest.fixture(scope="module", params=["EAGLE", "EAGLE3"])
+def setting(request, tmp_path_factory):
+    # Such heads pass the hidden state on, so that some drafts are right.
+    target, head = tiny_setting(tmp_path_factory.mktemp("target"), request.param, seed=3, std=0.05)
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 61, n).tolist() for n in (5, 9, 7)]
     lengths = np.array([len(p) for p in prompts])
     rows = [row[: n + m] for row, n, m in zip(target.greedy(prompts, 12), lengths, (12, 9, 10), strict=True)]
+    if request.param == "EAGLE3":  # it hardly ever says what this target does, so here an answer is its own
+        with torch.no_grad():
+            rows = [
+                drafted(head, target, np.array(prompt), len(row))
+                for prompt, row in zip(prompts, rows, strict=True)
+            ]
     return target, head, rows, lengths
 
 
@@ -35,7 +40,7 @@ class BruteForce:
         self.head, self.target = head, target
         self.w = head.weights(torch.float32)
         self.row = torch.from_numpy(row)
-        self.hidden = target.hidden_states(self.row[None])[0]
+        self.hidden = fed_states(head, target, self.row[None])[0]
         self.table = rotary_table(head.config, len(row) + 16, "cpu")
 
     def output(self, start, path):
@@ -56,8 +61,14 @@ class BruteForce:
         return out
 
     def best(self, start, path, topk):
-        probs = F.linear(self.output(start, path), self.target.lm_head).softmax(-1)
-        values, indices = probs.sort(descending=True, stable=True)
+        state = self.output(start, path)
+        if self.head.algorithm == "EAGLE3":
+            logits = self.w["lm_head"] @ F.rms_norm(state, state.shape, self.w["norm"], 1e-5)
+        else:
+            logits = self.target.lm_head @ state
+        values, indices = logits.softmax(-1).sort(descending=True, stable=True)
+        if self.head.algorithm == "EAGLE3":
+            indices = self.head.hot_token_id[indices]
         return list(zip(values[:topk].tolist(), indices[:topk].tolist(), strict=True))
 
     def accepted(self, start, shape):
@@ -87,6 +98,16 @@ class BruteForce:
             counts.append(self.accepted(start, shape))
             start = min(start + counts[-1] + 1, len(self.row) - 1)
         return counts
+
+
+def drafted(head, target, row, length):
+    """A row continued by three tokens that the head drafts, now the best and now the second, and a fourth."""
+    for number in range(length):
+        path, judge = (), BruteForce(head, target, row)
+        for depth in range(3):
+            path = (*path, judge.best(len(row) - 1, path, 2)[(number + depth) % 3 == 2][1])
+        row = np.array([*row, *path, 3 + number])
+    return row[:length]
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (3, 1, 4), (1, 4, 4), (2, 2, 4), (3, 4, 8)])
@@ -139,19 +160,20 @@ def test_one_token_answers_are_left_out(setting):
     assert len(played.rounds) == 1
 
 
-def test_the_engine_agrees(tmp_path):
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+def test_the_engine_agrees(tmp_path, algorithm):
     """Two programs that share no code count the same rounds."""
     from stages.part4_worker import Engine
 
-    tiny_target(tmp_path / "target")
-    save_head(tiny_head(tmp_path / "target", seed=3, std=0.05), tmp_path / "head", torch.float32)
+    target, head = tiny_setting(tmp_path / "target", algorithm, seed=3, std=0.05)
+    save_head(head, tmp_path / "head", torch.float32)
     engine = partial(Engine, skip_tokenizer_init=True, context_length=256, max_total_tokens=2048)
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 61, n).tolist() for n in (5, 9, 7, 11)]
     found = check_engine(
         engine,
         load_head(tmp_path / "head"),
-        FrozenTarget(tmp_path / "target"),
+        target,
         (str(tmp_path / "target"), str(tmp_path / "head")),
         prompts,
         40,

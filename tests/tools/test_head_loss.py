@@ -49,3 +49,18 @@ def test_the_fused_rows_equal_their_twin(vocab):
     torch.testing.assert_close(loss, expected_loss, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours, twin, rtol=1e-4, atol=1e-6)
     assert torch.equal(agree, expected_agree) and agree[2] == 1
+
+
+def test_an_lm_head_of_the_student_s_own_is_trained_too():
+    student, teacher, teacher_head, weight = setting()
+    lm_head = torch.randn(teacher_head.shape, requires_grad=True)
+    losses, _ = soft_cross_entropy(student, teacher, lm_head, weight, 5, teacher_head)
+    factors = torch.tensor([1.0, 0.8, 0.64])
+    (losses * factors).sum().backward()
+    got, student.grad, lm_head.grad = (student.grad, lm_head.grad), None, None
+    target = (teacher @ teacher_head.T).softmax(-1)
+    expected = (-(target * (student @ lm_head.T).log_softmax(-1)).sum(-1) * weight).sum(1)
+    (expected * factors).sum().backward()
+    torch.testing.assert_close(losses, expected)
+    for mine, want in zip(got, (student.grad, lm_head.grad), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5)

@@ -5,16 +5,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tools.head_helpers import tiny_head, tiny_target
+from tests.tools.head_helpers import fed_states, tiny_setting
 from tools.models.head_batches import WIDTH, epoch_batches, loss_mask
-from tools.models.head_model import FrozenTarget, rotary_table
+from tools.models.head_model import rotary_table
 from tools.models.head_passes import unrolled_passes
 
 
-@pytest.fixture(scope="module")
-def setting(tmp_path_factory):
-    folder = tiny_target(tmp_path_factory.mktemp("target"))
-    return FrozenTarget(folder), tiny_head(folder)
+@pytest.fixture(scope="module", params=["EAGLE", "EAGLE3"])
+def setting(request, tmp_path_factory):
+    return tiny_setting(tmp_path_factory.mktemp("target"), request.param, std=0.08)
 
 
 def attend(head, q, keys, values):
@@ -59,7 +58,7 @@ def test_passes_equal_drafting_position_by_position(setting, passes):
     target, head = setting
     torch.manual_seed(passes)
     tokens = torch.randint(3, 61, (2, 14))
-    hidden = target.hidden_states(tokens)
+    hidden = fed_states(head, target, tokens)
     embeds = F.embedding(tokens, target.embedding)
     table = rotary_table(head.config, 32, "cpu")
     with torch.no_grad():
@@ -82,7 +81,7 @@ def test_the_future_does_not_reach_back(setting):
 
     def run(ids):
         with torch.no_grad():
-            embeds, hidden = F.embedding(ids, target.embedding), target.hidden_states(ids)
+            embeds, hidden = F.embedding(ids, target.embedding), fed_states(head, target, ids)
             return unrolled_passes(head, head.weights(torch.float32), embeds, hidden, table, 3)
 
     for k, (first, second) in enumerate(zip(run(tokens), run(other), strict=True), 1):

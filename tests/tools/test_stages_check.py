@@ -218,7 +218,7 @@ def test_the_list_has_every_stage_and_says_which_are_not_there(made_up: MadeUp, 
     names = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert names == list(story.ORDER)
     assert lines[0].rstrip() == f"{FIRST}  About {FIRST}"
-    facts = f"sglang {COMMITS[0][:10]}  #1  2025-01-02  3 lines of Python in 4 files"
+    facts = f"sglang {COMMITS[0][:10]}  #1  2025-01-02  3 lines of Python in 2 files"
     assert [line.strip() for line in lines[1:3]] == [facts, "+ page"]
     assert lines[-2].strip() == "+ tree"
     assert lines[-1] == "spec_v2  not yet"

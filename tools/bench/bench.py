@@ -16,7 +16,7 @@ from rich.console import Console
 
 from .bench_plans import Asked, engine_plans, floor_plans, hf_plans, tune_plans
 from .bench_report import FOLDER, notes, render, table_of
-from .bench_results import Results, load
+from .bench_results import Results, load, result_path
 from .bench_runs import Plan, run_plans
 from .bench_summary import best_per_batch
 from .configurations import BATCHES
@@ -95,8 +95,8 @@ def bench(
     targets: list[tuple[Asked, Path]] = []
     for one in found:
         asked = Asked(one, given, batches, sets, repeat, seconds, max_new_tokens, raw)
-        name = f"{one.name}-{asked.resolved.attention_backend}.json"
-        targets.append((asked, (out or FOLDER / name).resolve()))
+        path = out or result_path(FOLDER, one.name, asked.resolved.attention_backend)
+        targets.append((asked, path.resolve()))
     wrong: list[str] = []
     if not show:
         deadline = time.monotonic() + 60 * minutes if minutes is not None else float("inf")

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from ..provenance import REPO
 from .bench_plans import Asked
-from .bench_results import load
+from .bench_results import load, result_path
 from .bench_summary import best_per_batch, result_of, steady_of, summarise
 from .configurations import CHAIN, PLAIN, TREE, name_of
 from .stages_door import all_stages
@@ -130,7 +130,7 @@ def rendered(text: str, folder: Path = FOLDER, start: Path = REPO) -> str:
 def speed_table(folder: Path, link: Callable[[Path], str]) -> str:
     """The bars that were set before measuring, and what was reached."""
     goals = json.loads((folder / "goals.json").read_text(encoding="utf-8"))
-    path = folder / f"{goals['stage']}-{goals['backend']}.json"
+    path = result_path(folder, goals["stage"], goals["backend"])
     data = load(path) if path.exists() else None
     # A file from another machine says nothing about these bars.
     data = data if data is not None and data["device"] == goals["device"] else None
@@ -182,7 +182,7 @@ def set_table(
     folder: Path, link: Callable[[Path], str], backend: str, prompts: str, stage: str = "part4_worker"
 ) -> str:
     """Tokens/s of every configuration at every batch size: median, the slowest and the fastest run."""
-    path = folder / f"{stage}-{backend}.json"
+    path = result_path(folder, stage, backend)
     if not path.exists():
         return f"{NOT_YET}: `fledge bench {stage} --attention-backend {backend}` on a machine with a GPU"
     data = load(path)
@@ -210,7 +210,7 @@ def evolution_table(folder: Path, link: Callable[[Path], str], backend: str, bat
     lines = [[f"tokens/s at batch {batch}", *shapes, "source"]]
     about: list[str] = []
     for stage in all_stages():
-        path = folder / f"{stage.name}-{backend}.json"
+        path = result_path(folder, stage.name, backend)
         wanted = Asked(stage, {}).configurations()
         if not path.exists():
             lines.append([stage.name, *(NOT_YET if word in wanted else "" for word in shapes.values()), ""])

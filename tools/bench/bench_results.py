@@ -114,6 +114,11 @@ class Results:
         return any(process["result"] for process in self.processes(kind, name))
 
 
+def result_path(folder: Path, stage: str, backend: str) -> Path:
+    """The file in `folder` that holds a stage's results with an attention backend."""
+    return folder / f"{stage}-{backend}.json"
+
+
 def load(path: Path) -> dict[str, Any]:
     """A result file. Raises BadInput where it is none of this version."""
     try:

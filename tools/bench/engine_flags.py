@@ -17,15 +17,17 @@ from typing import Annotated, Any
 import typer
 
 from ..models.cache import ModelError
+from ..sentences import sentences
 from .stages_door import STAGES, BadInput
 
 PANEL = "Engine flags: SGLang's names; a stage's defaults are in its stage.toml"
 _NOTES = {
     "model_path": "The target: a folder, a name in the cache, or a hub id.",
     "speculative_draft_model_path": "The draft head: a folder, a name in the cache, or a hub id.",
-    "speculative_algorithm": "EAGLE, or none for plain decoding.",
+    "speculative_algorithm": "EAGLE, EAGLE3 …, or none for plain decoding.",
     "speculative_num_steps": "Levels of the draft tree.",
     "speculative_eagle_topk": "Branches of the draft tree; 1 makes a chain.",
+    "speculative_token_map": "Tokens that an EAGLE draft proposes; `fledge models token-map` makes it.",
     "speculative_num_draft_tokens": "Nodes to verify, the last token included.",
     "cuda_graph_bs": "Batch sizes, separated by commas.",
 }
@@ -45,12 +47,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(**values: Any) -> None:
         given = {name: values.pop(name) for name in fields}
-        try:
+        with sentences(2, BadInput, ModelError):
             flags = {name: _value(name, value) for name, value in given.items() if value is not None}
             function(**values, engine_flags=flags)
-        except (BadInput, ModelError) as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(2) from None
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own + options]
     run.__signature__ = inspect.Signature(parameters)

@@ -2,8 +2,7 @@
 
 Runs the four linear operations of every layer of the embedded model, with weights of its shapes, as one CUDA
 graph: once with norms, the library's products and the rest one after the other, and once with each candidate
-plan of the fused kernels. Attention is left out. `python -m tools.bench.kernels OUT.json [ROWS,…]` on a GPU;
-docs/data/bench/kernels.json is such a file, and a test holds `PLANS` against it.
+plan of the fused kernels. Attention is left out. `python -m tools.bench.kernels OUT.json [ROWS,…]` on a GPU.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ def build(
     """Write what is generated, then build the site: a dead link or a missing fragment is an error."""
     _prepare()
     _mkdocs("build", *(["--site-dir", str(out.absolute())] if out else []))
-    print(f"the site is in {out or 'site'}: open its index.html, or run `fledge docs serve` for the search")
+    index = (out.absolute() if out else REPO / "site") / "index.html"
+    print(f"the site is built: open {index}, or run `fledge docs serve` for the search")
 
 
 def serve(

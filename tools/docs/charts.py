@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.bench_report import NOT_YET, set_table, speed_table
-from ..bench.bench_results import load
+from ..bench.bench_results import load, result_path
 from ..bench.bench_summary import best_per_batch, summarise
 from ..bench.configurations import PLAIN
 from ..bench.tables import speed
@@ -55,7 +55,7 @@ def source(path: Path) -> str:
 
 def results(folder: Path, stage: str, backend: str = "triton") -> Data | None:
     """A stage's result file, or None."""
-    path = folder / f"{stage}-{backend}.json"
+    path = result_path(folder, stage, backend)
     return load(path) if path.is_file() else None
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import textwrap
 from pathlib import Path
 
+from ..upstream.symbols import excerpt, find_symbol, python_symbols
 from .page import SNIPPETS, Problem, fence, not_yet
 
 WANTED = re.compile(r'--8<-- "code/(?P<stage>[^/"]+)/(?P<path>[^"]+\.py)/(?P<symbol>[^/"]+)\.md"')
@@ -32,20 +32,8 @@ def fragment(repo: Path, stage: str, path: str, symbol: str) -> str:
         text = (repo / where).read_text(encoding="utf-8")
     except OSError:
         raise Problem(f"A page includes {symbol} of {where}, which does not exist: mend the page.") from None
-    node = find(ast.parse(text), symbol.split("."))
-    if node is None:
+    found = find_symbol(python_symbols(text), symbol)
+    if found is None or found.kind == "name":
         raise Problem(f"A page includes {symbol}, which {where} does not define: mend the page.")
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    lines = text.splitlines()[first - 1 : node.end_lineno]
-    return fence(textwrap.dedent("\n".join(lines)), "python", f"{where}, lines {first}–{node.end_lineno}")
-
-
-def find(node: ast.AST, names: list[str]) -> ast.ClassDef | ast.FunctionDef | None:
-    """The definition of a dotted name inside a module."""
-    for child in getattr(node, "body", []):
-        if (
-            isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-            and child.name == names[0]
-        ):
-            return child if len(names) == 1 else find(child, names[1:])
-    return None
+    code = textwrap.dedent(excerpt(text, found))
+    return fence(code, "python", f"{where}, lines {found.first}–{found.last}")

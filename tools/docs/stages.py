@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from ..stages.story import ORDER
 from ..upstream.history import UpstreamError
 from ..upstream.ledger import LedgerHistory
 from ..upstream.source import open_history
+from ..upstream.symbols import find_symbol, python_symbols
 from . import history
-from .code import find
 from .page import SNIPPETS, Problem, fence, not_yet, read_toml, table
 from .page import fold as fold_away
 
@@ -90,11 +89,8 @@ def read_invariants(repo: Path) -> list[dict[str, Any]]:
 
 def check_test(repo: Path, invariant: str, test: str) -> None:
     path, _, name = test.partition("::")
-    try:
-        module = ast.parse((repo / path).read_text(encoding="utf-8"))
-    except OSError:
-        module = None
-    if module is None or find(module, [name]) is None:
+    file = repo / path
+    if not file.is_file() or find_symbol(python_symbols(file.read_text(encoding="utf-8")), name) is None:
         raise Problem(f"invariants.toml: {invariant} names the test {test}, which does not exist.")
 
 

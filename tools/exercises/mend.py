@@ -191,13 +191,7 @@ class Scratch:
 
     def edits(self) -> str:
         """What the reader has changed, as a unified diff; "" for nothing."""
-        given, now = read_files(self.folder / OWN / "given"), read_files(self.folder)
-        parts = []
-        for name in sorted(given.keys() | now.keys()):
-            if given.get(name) != now.get(name):
-                old, new = (_lines(files.get(name)) for files in (given, now))
-                parts += difflib.unified_diff(old, new, f"given/{name}", f"yours/{name}")
-        return "".join(line if line.endswith("\n") else line + "\n" for line in parts)
+        return _diff(read_files(self.folder / OWN / "given"), read_files(self.folder), "yours")
 
     def set_aside(self) -> Path | None:
         """Give the copy a name of its own, if the reader has changed something, else remove it.
@@ -236,15 +230,14 @@ def solution(repo: Path, exercise: Exercise) -> str:
     """The patch that mends, as a unified diff."""
     with tempfile.TemporaryDirectory() as work:
         broken = put_in(repo, exercise, Path(work))
-        old, new = read_files(broken), read_files(repo / "stages" / exercise.stage)
-    changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    parts = []
-    for name in changed:
-        parts += difflib.unified_diff(
-            _lines(old.get(name)), _lines(new.get(name)), f"given/{name}", f"mended/{name}"
-        )
-    return "".join(parts)
+        return _diff(read_files(broken), read_files(repo / "stages" / exercise.stage), "mended")
 
 
-def _lines(content: bytes | None) -> list[str]:
-    return (content or b"").decode(errors="replace").splitlines(keepends=True)
+def _diff(given: dict[str, bytes], other: dict[str, bytes], label: str) -> str:
+    """A unified diff of two folders' files; a last line without its end gets one."""
+    parts: list[str] = []
+    for name in sorted(given.keys() | other.keys()):
+        old, new = (files.get(name, b"").decode(errors="replace") for files in (given, other))
+        lines = (text.splitlines(keepends=True) for text in (old, new))
+        parts += difflib.unified_diff(*lines, f"given/{name}", f"{label}/{name}")
+    return "".join(line if line.endswith("\n") else line + "\n" for line in parts)

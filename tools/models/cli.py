@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ..sentences import sentences
 from .head_cli import register
 
 app = typer.Typer(no_args_is_help=True, help="Fetch, convert, train and check models.")
@@ -24,11 +25,8 @@ def fetch(
     from .cache import ModelError
     from .fetch import fetch as fetch_models
 
-    try:
+    with sentences(1, ModelError):
         fetch_models(source, force)
-    except ModelError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
 
 
 @app.command("path")
@@ -38,11 +36,8 @@ def print_path(
     """Print the folder of a model in the cache."""
     from .cache import ModelError, model_path
 
-    try:
+    with sentences(1, ModelError):
         typer.echo(model_path(name))
-    except ModelError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
 
 
 register(app)

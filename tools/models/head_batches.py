@@ -54,12 +54,14 @@ def epoch_batches(
 class Batch:
     """One training step's input, on the device.
 
-    tokens `[B, T]`; hidden `[B, T, h]`, the target's; targets int64 `[n]`, numbers `b·T + j` of the positions
+    tokens `[B, T]`; fed `[B, T, any]`, what the head reads of the target; hidden `[B, T, h]`, what enters the
+    target's LM head; targets int64 `[n]`, numbers `b·T + j` of the positions
     whose distribution is to be learned; depth int64 `[n]`, 1 for the position of the first answer token, and
     so on: pass k has something to say where depth >= k.
     """
 
     tokens: Tensor
+    fed: Tensor
     hidden: Tensor
     targets: Tensor
     depth: Tensor
@@ -75,17 +77,19 @@ def free_memory(device: torch.device) -> int:
 class Feed:
     """Turns sequence numbers into batches; keeps the target's hidden states if they fit `cache_bytes`.
 
+    `layers` are those whose inputs the head is fed; none: what enters the LM head is all there is.
     Rows run past the end of their sequence into the next one: nothing that is used looks to the right.
     """
 
-    def __init__(self, text: Text, target: FrozenTarget, cache_bytes: int):
-        self.text, self.target = text, target
+    def __init__(self, text: Text, target: FrozenTarget, cache_bytes: int, layers: tuple[int, ...] = ()):
+        self.text, self.target, self.layers = text, target, layers
         self.device = target.device
         self.tokens = torch.from_numpy(text.tokens.astype(np.int32)).to(self.device)
-        hidden_size = target.lm_head.shape[1]
-        size = len(text.tokens) * hidden_size * target.lm_head.element_size()
+        self.hidden_size = target.lm_head.shape[1]
+        columns = self.hidden_size * (len(layers) + 1)
+        size = len(text.tokens) * columns * target.lm_head.element_size()
         self.cache = (
-            torch.empty(len(text.tokens), hidden_size, dtype=target.dtype, device=self.device)
+            torch.empty(len(text.tokens), columns, dtype=target.dtype, device=self.device)
             if size <= cache_bytes
             else None
         )
@@ -104,20 +108,22 @@ class Feed:
         where = packed[:rows, None] + torch.arange(width, device=self.device)  # [B, T]
         where = where.clamp_(max=len(self.tokens) - 1)
         tokens = self.tokens[where].long()
-        hidden = self._hidden(tokens, where, sequences)
-        return Batch(tokens, hidden, packed[rows : rows + n], packed[rows + n :])
+        states = self._states(tokens, where, sequences)
+        hidden = states[..., -self.hidden_size :]
+        fed = states[..., : -self.hidden_size] if self.layers else hidden
+        return Batch(tokens, fed, hidden, packed[rows : rows + n], packed[rows + n :])
 
-    def _hidden(self, tokens: Tensor, where: Tensor, sequences: np.ndarray) -> Tensor:
+    def _states(self, tokens: Tensor, where: Tensor, sequences: np.ndarray) -> Tensor:
         if self.cache is None:
-            return self.target.hidden_states(tokens)
+            return self.target.states(tokens, self.layers)
         if not self.known[sequences].all():
-            hidden = self.target.hidden_states(tokens)
+            states = self.target.states(tokens, self.layers)
             width = tokens.shape[1]
             own = np.arange(width)[None] < self.text.lengths[sequences][:, None]
             own = torch.from_numpy(own).to(self.device)
-            self.cache[where[own]] = hidden[own]
+            self.cache[where[own]] = states[own]
             self.known[sequences] = True
-            return hidden
+            return states
         return self.cache[where]
 
 

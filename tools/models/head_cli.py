@@ -1,28 +1,23 @@
-"""`fledge models train-head · eval-head · convert-head`. `register` adds them to the `models` group."""
+"""`fledge models train-head · eval-head · convert-head · token-map`; `register` adds them to `models`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..sentences import sentences
 from .cache import ModelError, find_model, write_json
 
 Target = Annotated[str, typer.Argument(help="A model in the cache, or a folder.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
-@contextmanager
-def _sentences() -> Iterator[None]:
+def _sentences() -> AbstractContextManager[None]:
     """Show what the reader can mend as its sentence alone, and exit with 1."""
     from ..bench.stages_door import BadInput
 
-    try:
-        yield
-    except (ModelError, BadInput) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+    return sentences(1, ModelError, BadInput)
 
 
 def _device(name: str) -> str:
@@ -58,6 +53,10 @@ def train_head(
     minutes: Annotated[
         float | None, typer.Option(min=0, help="Stop after so many minutes of training.")
     ] = None,
+    algorithm: Annotated[str, typer.Option(help="EAGLE or EAGLE3.")] = "EAGLE",
+    draft_vocab_size: Annotated[
+        int, typer.Option(min=16, help="Tokens an EAGLE3 head proposes: the text's most frequent.")
+    ] = 8192,
     passes: Annotated[int, typer.Option(min=1, help="Draft steps unrolled in training.")] = 4,
     tokens_per_batch: Annotated[int, typer.Option(min=64, help="Padding included.")] = 32768,
     intermediate_size: Annotated[int | None, typer.Option(min=1, help="The target's if not given.")] = None,
@@ -79,6 +78,8 @@ def train_head(
             settings = Settings(
                 steps=steps,
                 minutes=minutes,
+                algorithm=algorithm.upper(),
+                draft_vocab_size=draft_vocab_size,
                 passes=passes,
                 tokens_per_batch=tokens_per_batch,
                 intermediate_size=intermediate_size,
@@ -184,7 +185,7 @@ def convert_head(
     out: Annotated[Path, typer.Argument(file_okay=False, help="Where the converted head goes.")],
     target: Annotated[str | None, typer.Option(help="Check the head against this target.")] = None,
 ) -> None:
-    """Turn a published EAGLE head's pytorch_model.bin into a safetensors folder."""
+    """Turn a published EAGLE or EAGLE-3 head's pytorch_model.bin into a safetensors folder."""
     import json
 
     from .head_convert import convert_head as convert
@@ -196,8 +197,27 @@ def convert_head(
         typer.echo(convert(source, out, config))
 
 
+def token_map(
+    text: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="What train-head wrote.")],
+    out: Annotated[Path, typer.Argument(dir_okay=False, help="Where the map goes, such as hot.pt.")],
+    size: Annotated[int, typer.Option(min=16, help="How many tokens.")] = 8192,
+) -> None:
+    """List the most frequent tokens of a text, for an engine's speculative_token_map."""
+    from .head_vocab import write_token_map
+
+    with _sentences():
+        found = write_token_map(text, out, size)
+        parts = " and ".join(
+            f"{100 * found[name]:.2f} % of the {name.replace('_', '-')} answers"
+            for name in ("training", "held_out")
+            if name in found
+        )
+        typer.echo(f"{found['tokens']:,} tokens, {parts}; map in {out}")
+
+
 def register(app: typer.Typer) -> None:
-    """Add the three commands to `app`."""
+    """Add the four commands to `app`."""
     app.command("train-head")(train_head)
     app.command("eval-head")(eval_head)
     app.command("convert-head")(convert_head)
+    app.command("token-map")(token_map)

@@ -1,8 +1,7 @@
-"""`convert-head`: a published EAGLE head (`pytorch_model.bin`) becomes a folder that the engines load.
+"""`convert-head`: a published EAGLE or EAGLE-3 head (`pytorch_model.bin`) becomes a folder that engines load.
 
 Published heads name their tensors as upstream's loader expects them, with or without a leading `model.`, some
-carry a copy of the embedding, and their configs say `LlamaForCausalLM`. An EAGLE-3 head is recognised, so
-that it is refused by name and not by its first unknown tensor.
+carry a copy of the embedding, and their configs say `LlamaForCausalLM`. EAGLE-3's are told by their tensors.
 """
 
 import json
@@ -15,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from .cache import ModelError
-from .head_model import ARCHITECTURE, Head, HeadConfig, check_tensors, save_head
+from .head_model import ARCHITECTURES, HeadConfig, check_tensors, new_head, save_head
 
 # The target lends these, whatever the file holds; rotary frequencies are worked out.
-BORROWED = ("embed_tokens.weight", "lm_head.weight", "rotary_emb.inv_freq")
+BORROWED = ("embed_tokens.weight", "rotary_emb.inv_freq")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -57,12 +56,10 @@ def convert_head(
     except (OSError, ValueError) as error:
         raise ModelError(f"{source} holds no config.json that can be read: {error}") from None
     stored = {name.removeprefix("model."): tensor for name, tensor in read_tensors(source).items()}
-    if is_eagle3(config, stored):
-        raise ModelError(
-            f"{source} is an EAGLE-3 head (LlamaForCausalLMEagle3): it reads three layers of its target and "
-            "has a vocabulary of its own. Only EAGLE-1 and EAGLE-2 heads can be converted here."
-        )
-    kept = {name: tensor for name, tensor in stored.items() if not name.endswith(BORROWED)}
+    eagle3 = is_eagle3(config, stored)
+    borrowed = BORROWED if eagle3 else (*BORROWED, "lm_head.weight")
+    kept = {name: tensor for name, tensor in stored.items() if not name.endswith(borrowed)}
+    maps = {name: kept.pop(name) for name in ("d2t", "t2d") if name in kept}
     wide = {"hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"}
     if missing := sorted(wide - config.keys()):
         raise ModelError(f"{source / 'config.json'} lacks {', '.join(missing)}.")
@@ -77,7 +74,7 @@ def convert_head(
     has_bias = "fc.bias" in kept
     normal = {key: value for key, value in config.items() if key not in ("bias", "torch_dtype", "dtype")}
     normal |= {
-        "architectures": [ARCHITECTURE],
+        "architectures": [ARCHITECTURES["EAGLE3" if eagle3 else "EAGLE"]],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
@@ -90,7 +87,8 @@ def convert_head(
         )
     head_config = HeadConfig.from_dict(normal, fc_bias=has_bias)
     check_tensors(head_config, kept, str(source))
-    head = Head(head_config)
+    head = new_head(head_config)
+    head.set_maps(maps, str(source))
     with torch.no_grad():
         for name, parameter in head.tensors().items():
             parameter.copy_(kept[name])

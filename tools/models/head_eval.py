@@ -73,7 +73,8 @@ class Simulation:
         self.prompts = torch.from_numpy(np.asarray(prompt_lengths, dtype=np.int64)).to(device)
         tokens = self.truth[:, :width].clamp(min=0)
         self.table = rotary_table(head.config, width + 16, device)
-        hidden = target.hidden_states(tokens).float()  # [B, T, h]
+        states = target.states(tokens, layers := head.fed_layers(target)).float()
+        hidden = states[..., : -target.lm_head.shape[1]] if layers else states  # [B, T, h], or 3 h
         embeds = F.embedding(F.pad(tokens[:, 1:], (0, 1)), target.embedding).float()
         x = head.fuse(self.w, embeds, hidden)
         q, self.keys, self.values = head.qkv(self.w, x, self.table[:, :width])
@@ -84,11 +85,14 @@ class Simulation:
 
     def _propose(self, hidden: Tensor, topk: int) -> tuple[Tensor, Tensor]:
         """Probabilities and tokens of the topk best, `[..., topk]`; a tie goes to the lower token."""
-        probs = F.linear(hidden, self.target.lm_head.float()).softmax(dim=-1)
+        lm_head = self.head.lm_head(self.w, self.target).float()
+        probs = F.linear(self.head.head_input(self.w, hidden), lm_head).softmax(dim=-1)
         if topk == 1:
             best = probs.argmax(dim=-1, keepdim=True)
-            return probs.gather(-1, best), best
-        return probs.topk(topk, dim=-1)
+            probs = probs.gather(-1, best)
+        else:
+            probs, best = probs.topk(topk, dim=-1)
+        return probs, best if self.head.hot_token_id is None else self.head.hot_token_id[best]
 
     def _forward(
         self, rows: Tensor, start: Tensor, depth: int, tokens: Tensor, hidden: Tensor, path: list

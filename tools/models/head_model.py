@@ -2,8 +2,8 @@
 
 The layout is upstream's `models/llama_eagle.py`: `fc` joins a token's embedding with the hidden state of the
 position before it, one Llama decoder layer without its input norm follows, and nothing norms the result. The
-embedding and the LM head are the target's. No stage imports this file and it imports no stage, so that the
-two can check one another.
+embedding and the LM head are the target's. `head_eagle3` has the same for EAGLE-3. No stage imports these
+files and they import no stage, so that the two can check one another.
 """
 
 import json
@@ -21,9 +21,7 @@ from torch import Tensor, nn
 
 from .cache import ModelError, write_json
 
-ARCHITECTURE = "LlamaForCausalLMEagle"
-# The file's tensor names are the module's parameter names, so the file needs no table of its own.
-LAYER = "layers.0."
+ARCHITECTURES = {"EAGLE": "LlamaForCausalLMEagle", "EAGLE3": "LlamaForCausalLMEagle3"}
 COPIED = (
     "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps",
     "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -45,6 +43,7 @@ class HeadConfig:
     rope_theta: float
     fc_bias: bool
     raw: dict
+    draft_vocab_size: int | None = None  # EAGLE-3's own LM head; None in an EAGLE head, which borrows one
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], fc_bias: bool | None = None) -> "HeadConfig":
@@ -52,6 +51,7 @@ class HeadConfig:
 
         Raises ModelError for a layer this file cannot build.
         """
+        is_eagle3 = config.get("architectures") == [ARCHITECTURES["EAGLE3"]]
         unsupported = {
             "num_hidden_layers": config.get("num_hidden_layers", 1) != 1,
             "hidden_act": config.get("hidden_act", "silu") != "silu",
@@ -76,18 +76,28 @@ class HeadConfig:
             rope_theta=float(theta),
             fc_bias=bool(config.get("bias", True)) if fc_bias is None else fc_bias,
             raw=dict(config),
+            draft_vocab_size=(config.get("draft_vocab_size") or config["vocab_size"]) if is_eagle3 else None,
         )
 
     @classmethod
-    def for_target(cls, target: Mapping[str, Any], intermediate_size: int | None = None) -> "HeadConfig":
-        """The head of a target's width and heads; `intermediate_size` may differ from the target's."""
+    def for_target(
+        cls,
+        target: Mapping[str, Any],
+        intermediate_size: int | None = None,
+        draft_vocab_size: int | None = None,
+    ) -> "HeadConfig":
+        """The head of a target's width and heads; `intermediate_size` may differ from the target's.
+
+        With `draft_vocab_size` it is an EAGLE-3 head, else an EAGLE head.
+        """
         config = {key: target[key] for key in COPIED if key in target}
         config["rope_theta"] = target.get("rope_theta") or (target.get("rope_parameters") or {}).get(
             "rope_theta"
         )
         config |= {
-            "architectures": [ARCHITECTURE],
+            "architectures": [ARCHITECTURES["EAGLE3" if draft_vocab_size else "EAGLE"]],
             "model_type": "llama",
+            "draft_vocab_size": draft_vocab_size,
             "intermediate_size": intermediate_size or target["intermediate_size"],
             "num_hidden_layers": 1,
             # One tensor would be deleted twice by upstream's loader if this were true.
@@ -97,22 +107,28 @@ class HeadConfig:
             "attention_bias": False,
             "mlp_bias": False,
         }
-        return cls.from_dict({key: value for key, value in config.items() if value is not None}, fc_bias=True)
+        config = {key: value for key, value in config.items() if value is not None}
+        return cls.from_dict(config, fc_bias=draft_vocab_size is None)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the file with its shape; `fc.bias` only where this head has one."""
+        """Every trained tensor of the file with its shape; `fc.bias` only where this head has one."""
         h, m, d = self.hidden_size, self.intermediate_size, self.head_dim
+        is_eagle3 = self.draft_vocab_size is not None
+        layer, read = ("midlayer.", 2 * h) if is_eagle3 else ("layers.0.", h)
         shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (h, 2 * h),
-            LAYER + "self_attn.q_proj.weight": (self.num_attention_heads * d, h),
-            LAYER + "self_attn.k_proj.weight": (self.num_key_value_heads * d, h),
-            LAYER + "self_attn.v_proj.weight": (self.num_key_value_heads * d, h),
-            LAYER + "self_attn.o_proj.weight": (h, self.num_attention_heads * d),
-            LAYER + "post_attention_layernorm.weight": (h,),
-            LAYER + "mlp.gate_proj.weight": (m, h),
-            LAYER + "mlp.up_proj.weight": (m, h),
-            LAYER + "mlp.down_proj.weight": (h, m),
+            "fc.weight": (h, (3 if is_eagle3 else 2) * h),
+            layer + "self_attn.q_proj.weight": (self.num_attention_heads * d, read),
+            layer + "self_attn.k_proj.weight": (self.num_key_value_heads * d, read),
+            layer + "self_attn.v_proj.weight": (self.num_key_value_heads * d, read),
+            layer + "self_attn.o_proj.weight": (h, self.num_attention_heads * d),
+            layer + "post_attention_layernorm.weight": (h,),
+            layer + "mlp.gate_proj.weight": (m, h),
+            layer + "mlp.up_proj.weight": (m, h),
+            layer + "mlp.down_proj.weight": (h, m),
         }
+        if is_eagle3:
+            shapes |= {layer + f"{name}.weight": (h,) for name in ("input_layernorm", "hidden_norm")}
+            shapes |= {"norm.weight": (h,), "lm_head.weight": (self.draft_vocab_size, h)}
         return shapes | ({"fc.bias": (h,)} if self.fc_bias else {})
 
 
@@ -143,12 +159,36 @@ class Head(nn.Module):
     attend to different things between `qkv` and `finish`.
     """
 
+    algorithm = "EAGLE"
+    layer_prefix = "layers.0."
+    hot_token_id: Tensor | None  # the tokens that the rows of its LM head are for; None: all, in order
+
     def __init__(self, config: HeadConfig):
         super().__init__()
         self.config = config
+        self.register_buffer("hot_token_id", None)
         self.names = {name: name.replace(".", "__") for name in config.shapes()}
         for name, shape in config.shapes().items():
             self.register_parameter(self.names[name], nn.Parameter(torch.zeros(shape)))
+
+    def fed_layers(self, target: "FrozenTarget") -> tuple[int, ...]:
+        """The target's layers whose inputs this head is fed; none: it is fed what enters the LM head."""
+        return ()
+
+    def maps(self) -> dict[str, Tensor]:
+        """Tensors of the file that are not trained."""
+        return {}
+
+    def set_maps(self, maps: Mapping[str, Tensor], where: str) -> None:
+        """Take over those of a file."""
+
+    def head_input(self, w: Mapping[str, Tensor], states: Tensor) -> Tensor:
+        """What enters the LM head where this head's state is `states` `[..., h]`."""
+        return states
+
+    def lm_head(self, w: Mapping[str, Tensor], target: "FrozenTarget") -> Tensor:
+        """`[V, h]`, or fewer rows."""
+        return target.lm_head
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters under the names of the file."""
@@ -175,7 +215,7 @@ class Head(nn.Module):
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The parameters in `dtype`, cast once for a whole step; gradients flow to the float32 originals."""
-        short = {name: name.removeprefix(LAYER).removesuffix(".weight") for name in self.names}
+        short = {name: name.removeprefix(self.layer_prefix).removesuffix(".weight") for name in self.names}
         return {short[name]: tensor.to(dtype) for name, tensor in self.tensors().items()}
 
     def fuse(self, w: Mapping[str, Tensor], embeds: Tensor, hidden: Tensor) -> Tensor:
@@ -213,7 +253,7 @@ def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor], where: str)
     surplus = sorted(tensors.keys() - shapes.keys())
     if missing or surplus:
         raise ModelError(
-            f"The draft head in {where} does not have the tensors of {ARCHITECTURE}: "
+            f"The draft head in {where} does not have the tensors of {config.raw['architectures'][0]}: "
             f"missing {', '.join(missing) or 'none'}; surplus {', '.join(surplus) or 'none'}."
         )
     for name, shape in shapes.items():
@@ -236,13 +276,17 @@ def load_head(folder: str | os.PathLike, device: torch.device | str = "cpu") -> 
         raise ModelError(
             f"No draft head in {folder}: {error}. Expected config.json and model.safetensors."
         ) from None
-    if raw.get("architectures") != [ARCHITECTURE]:
+    if raw.get("architectures") not in [[name] for name in ARCHITECTURES.values()]:
         raise ModelError(
-            f"{folder} holds {raw.get('architectures')}, not a head of the architecture {ARCHITECTURE}."
+            f"{folder} holds {raw.get('architectures')}, not a head of the architecture "
+            f"{' or '.join(ARCHITECTURES.values())}."
         )
     config = HeadConfig.from_dict(raw, fc_bias="fc.bias" in tensors)
+    maps = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors and config.draft_vocab_size}
     check_tensors(config, tensors, str(folder))
-    head = Head(config).to(device)
+    head = new_head(config)
+    head.set_maps(maps, str(folder))
+    head = head.to(device)
     with torch.no_grad():
         for name, parameter in head.tensors().items():
             parameter.copy_(tensors[name])
@@ -255,7 +299,7 @@ def save_head(head: Head, folder: str | os.PathLike, dtype: torch.dtype = torch.
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in head.tensors().items()}
     partial = folder / "model.safetensors.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
+    save_file(tensors | head.maps(), partial, metadata={"format": "pt"})
     os.replace(partial, folder / "model.safetensors")
     write_json(folder / "config.json", head.config.raw | {"torch_dtype": str(dtype).removeprefix("torch.")})
     return folder
@@ -292,7 +336,14 @@ class FrozenTarget:
 
         Causal attention never looks right, so the padding needs no mask; its own rows mean nothing.
         """
-        return self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return self.states(tokens, ())
+
+    @torch.no_grad()
+    def states(self, tokens: Tensor, layers: tuple[int, ...]) -> Tensor:
+        """What these layers are given and, behind it, `hidden_states`: `[B, L, (layers + 1) · h]`."""
+        out = self.model.model(input_ids=tokens, use_cache=False, output_hidden_states=bool(layers))
+        given = [out.hidden_states[layer] for layer in layers]
+        return torch.cat([*given, out.last_hidden_state], dim=-1) if given else out.last_hidden_state
 
     @torch.no_grad()
     def greedy(self, prompts: list[list[int]], new_tokens: int) -> list[np.ndarray]:
@@ -317,8 +368,26 @@ class FrozenTarget:
         return [np.array([*p, *answer]) for p, answer in zip(prompts, answers, strict=True)]
 
 
-def head_for(target: FrozenTarget, intermediate_size: int | None, seed: int) -> Head:
-    """A fresh head for a target, on its device, whose two inputs weigh alike at first."""
+def new_head(config: HeadConfig) -> Head:
+    """The module for a config, all zeros."""
+    if config.draft_vocab_size is None:
+        return Head(config)
+    from .head_eagle3 import Eagle3Head
+
+    return Eagle3Head(config)
+
+
+def head_for(
+    target: FrozenTarget, intermediate_size: int | None, seed: int, hot_token_id: Tensor | None = None
+) -> Head:
+    """A fresh head for a target, on its device, whose inputs weigh alike at first.
+
+    With `hot_token_id`, ascending, it is an EAGLE-3 head over those tokens.
+    """
+    if hot_token_id is not None:
+        head = new_head(HeadConfig.for_target(target.config, intermediate_size, len(hot_token_id)))
+        head.hot_token_id.copy_(hot_token_id)
+        return head.start_from(target, seed).to(target.device)
     # A state leaves the final norm, so the norm's weight tells its size without any text.
     state, embedding = target.model.model.norm.weight.float(), target.embedding.float()
     gain = (state.square().mean() / embedding.square().mean()).sqrt().item()

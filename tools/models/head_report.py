@@ -46,7 +46,7 @@ def check_engine(
             model_path=folders[0],
             device=target.device.type,
             dtype="float32",
-            speculative_algorithm="EAGLE",
+            speculative_algorithm=head.algorithm,
             speculative_draft_model_path=folders[1],
             speculative_num_steps=steps,
             speculative_eagle_topk=topk,

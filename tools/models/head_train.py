@@ -16,6 +16,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,9 +25,10 @@ from .cache import ModelError, write_json
 from .head_batches import Batch, Feed, endless, free_memory
 from .head_data import load_text
 from .head_loss import soft_cross_entropy
-from .head_model import FrozenTarget, Head, head_for, rotary_table, save_head
+from .head_model import ARCHITECTURES, FrozenTarget, Head, head_for, rotary_table, save_head
 from .head_passes import unrolled_passes
 from .head_progress import progress_bar
+from .head_vocab import answer_counts, coverages, most_frequent
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,14 @@ class Settings:
     """A recipe. `steps` or `minutes` (of training, earlier runs counted in) ends it; the sooner of the two.
 
     `hidden_weight` falls linearly to nothing over the first `hidden_until` of the run: matching the hidden
-    state gets the head going, then only its distribution counts.
+    state gets the head going, then only its distribution counts. An EAGLE3 head, whose state is its own, is
+    never asked for the target's, and proposes the `draft_vocab_size` most frequent tokens of the text.
     """
 
     steps: int | None = None
     minutes: float | None = None
+    algorithm: str = "EAGLE"
+    draft_vocab_size: int = 8192
     passes: int = 4
     pass_decay: float = 0.8
     tokens_per_batch: int = 32768
@@ -53,6 +58,8 @@ class Settings:
     def __post_init__(self):
         if not self.steps and not self.minutes:
             raise ModelError("Say when training ends: a number of --steps, of --minutes, or both.")
+        if self.algorithm not in ARCHITECTURES:
+            raise ModelError(f"algorithm {self.algorithm!r} has no head; use {' or '.join(ARCHITECTURES)}.")
         if self.passes < 1:
             raise ModelError(f"{self.passes} passes: a head needs at least one.")
         if not 0 < self.hidden_until <= 1:
@@ -83,17 +90,25 @@ def batch_loss(
     """The loss of a batch, and `[3, passes]` for the log: cross-entropy, smooth L1, agreement, all means."""
     w = head.weights(target.dtype)
     embeds = F.embedding(batch.tokens, target.embedding)
-    outputs = unrolled_passes(head, w, embeds, batch.hidden, table, settings.passes)
+    outputs = unrolled_passes(head, w, embeds, batch.fed, table, settings.passes)
     numbers = torch.arange(1, settings.passes + 1, device=batch.targets.device)
     student = torch.stack(
         [o.flatten(0, 1).index_select(0, batch.targets - k) for k, o in enumerate(outputs, 1)]
     )  # [passes, n, h]
     teacher = batch.hidden.flatten(0, 1)[batch.targets]  # [n, h]
     valid = (batch.depth[None] >= numbers[:, None]).float()
+    own = {}
+    if (hot := head.hot_token_id) is not None:
+        # Where the text goes on with a token that the head cannot propose, nothing it says is right.
+        proposable = torch.zeros(len(target.lm_head), device=hot.device).index_fill_(0, hot, 1.0)
+        valid = valid * proposable[batch.tokens.flatten()[batch.targets + 1]]
+        own["teacher_head"] = target.lm_head[hot]
     mean = valid / valid.sum(dim=1, keepdim=True).clamp_(min=1)  # [passes, n]
-    ce, agree = soft_cross_entropy(student, teacher, target.lm_head, mean)
-    distance = F.smooth_l1_loss(student.float(), teacher.float().expand_as(student), reduction="none")
-    distance = (distance.mean(dim=-1) * mean).sum(dim=1)
+    ce, agree = soft_cross_entropy(head.head_input(w, student), teacher, head.lm_head(w, target), mean, **own)
+    distance = torch.zeros_like(ce)
+    if head.algorithm == "EAGLE":
+        distance = F.smooth_l1_loss(student.float(), teacher.float().expand_as(student), reduction="none")
+        distance = (distance.mean(dim=-1) * mean).sum(dim=1)
     decay = settings.pass_decay ** (numbers - 1).float()
     loss = ((ce + hidden_weight * distance) * decay).sum()
     return loss, torch.stack([ce.detach(), distance.detach(), (agree * mean).sum(dim=1)])
@@ -104,10 +119,12 @@ class Run:
 
     STATE = ("step", "epoch", "in_epoch", "seconds", "positions", "line")
 
-    def __init__(self, target: FrozenTarget, folder: Path, settings: Settings):
+    def __init__(
+        self, target: FrozenTarget, folder: Path, settings: Settings, hot_token_id: Tensor | None = None
+    ):
         self.folder, self.settings, self.target = folder, settings, target
         folder.mkdir(parents=True, exist_ok=True)
-        self.head = head_for(target, settings.intermediate_size, settings.seed)
+        self.head = head_for(target, settings.intermediate_size, settings.seed, hot_token_id)
         self.optimizer = make_optimizer(self.head, settings)
         self.step, self.epoch, self.in_epoch, self.seconds, self.positions = 0, 0, 0, 0.0, 0
         self.line: dict = {}  # the last one of the log
@@ -199,8 +216,12 @@ def train(
     text = load_text(text_folder)
     if not len(text):
         raise ModelError(f"There is no training text in {text_folder}.")
-    feed = Feed(text, target, free_memory(target.device) // 2)
-    run = Run(target, out, settings)
+    hot = None
+    if settings.algorithm == "EAGLE3":
+        counts = answer_counts(text, len(target.lm_head))
+        hot = torch.from_numpy(np.sort(most_frequent(counts, settings.draft_vocab_size)))
+    run = Run(target, out, settings, hot)
+    feed = Feed(text, target, free_memory(target.device) // 2, run.head.fed_layers(target))
     table = rotary_table(run.head.config, int(text.lengths.max()) + 64 + settings.passes, target.device)
     table = table.to(target.dtype)
     began, saved = time.monotonic() - run.seconds, time.monotonic()
@@ -243,11 +264,14 @@ def train(
         run.save()
     save_head(run.head, out)
     totals = {**run.line, "step": run.step, "positions": run.positions, "seconds": round(run.seconds, 1)}
-    return _write_record(out, settings, text_folder, target, totals)
+    covered = {} if hot is None else {"tokens": len(hot), **coverages(hot.numpy(), text_folder)}
+    return _write_record(out, settings, text_folder, target, totals, covered)
 
 
-def _write_record(out: Path, settings: Settings, text_folder, target: FrozenTarget, totals: dict) -> dict:
-    """`training.json`: what the head's card is made from."""
+def _write_record(
+    out: Path, settings: Settings, text_folder, target: FrozenTarget, totals: dict, covered: dict
+) -> dict:
+    """`training.json`: what the head's card is made from. `covered`: size and coverage of its vocabulary."""
     cuda = target.device.type == "cuda"
     text = json.loads((Path(text_folder) / "manifest.json").read_text(encoding="utf-8"))
     write_json(
@@ -255,6 +279,7 @@ def _write_record(out: Path, settings: Settings, text_folder, target: FrozenTarg
         {
             "settings": asdict(settings),
             "totals": totals,
+            **({"draft_vocabulary": covered} if covered else {}),
             "text": {key: value for key, value in text.items() if key != "shards"},
             "device": torch.cuda.get_device_name(target.device) if cuda else platform.machine(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},

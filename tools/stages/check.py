@@ -20,6 +20,7 @@ from rich.markup import escape
 from ..bench.stages_door import BadInput, Stage
 from . import story
 from .mutants import read_mutant
+from .units import split
 
 AIM_LINES, MOST_LINES = 400, 600
 OURS = ("stages", "tools", "tests")
@@ -129,7 +130,7 @@ def check_symbols(stage: Stage, files: dict[str, bytes]) -> Iterator[Finding]:
     """The `here` of every entry of [[symbols]], "path:Class.name", against the code."""
     for symbol in stage.table.get("symbols", []):
         path, _, name = symbol["here"].partition(":")
-        if path not in files or not _defines(_parse(stage.name, path, files[path]), name.split(".")):
+        if path not in files or name not in _defined(stage.name, path, files[path]):
             yield Finding(
                 f"stages/{stage.name}/stage.toml",
                 f"names the symbol {symbol['here']}, which does not exist",
@@ -137,10 +138,9 @@ def check_symbols(stage: Stage, files: dict[str, bytes]) -> Iterator[Finding]:
             )
 
 
-def _defines(node: ast.AST, names: list[str]) -> bool:
-    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [child for child in node.body if isinstance(child, kinds) and child.name == names[0]]
-    return bool(found) and (len(names) == 1 or _defines(found[-1], names[1:]))
+def _defined(stage: str, path: str, content: bytes) -> set[str]:
+    _parse(stage, path, content)  # refuses what is not Python
+    return {unit.name for unit in split(content.decode(), is_python=True)}
 
 
 def check_lengths(stage: Stage, files: dict[str, bytes]) -> Iterator[Finding]:

@@ -33,6 +33,7 @@ def list_stages() -> None:
 
 def _facts(stage: Stage) -> str:
     upstream, files = stage.table["upstream"], story.read_files(stage.path)
-    lines = sum(story.line_count(files[path]) for path in files if path.endswith(".py"))
+    python = [content for path, content in files.items() if path.endswith(".py")]
+    lines = sum(map(story.line_count, python))
     commit, date = upstream["commit"][:10], upstream["date"]
-    return f"sglang {commit}  #{upstream['pull']}  {date}  {lines:,} lines of Python in {len(files)} files"
+    return f"sglang {commit}  #{upstream['pull']}  {date}  {lines:,} lines of Python in {len(python)} files"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
-import typer
-
 from ..bench.stages_door import STAGES, BadInput, Stage, all_stages
+from ..sentences import sentences
 
 REPO = STAGES.parent
 ORDER = ("part1_draft_model", "part2_cudagraph_dp", "part3_scheduler", "part4_worker", "spec_v2")
@@ -52,15 +49,4 @@ def git(*arguments: str | Path, cwd: Path, check: bool = True) -> subprocess.Com
     return done
 
 
-def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` as a command: BadInput becomes its sentence on standard error and exit status 2."""
-
-    @functools.wraps(function)
-    def run(**values) -> None:
-        try:
-            function(**values)
-        except BadInput as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(2) from None
-
-    return run
+verb = sentences(2, BadInput)  # of a command

@@ -16,11 +16,11 @@ from ..bench.stages_door import merge_flags, resolve_stage
 from ..models.cache import FETCHED, ModelError, model_path
 from .history import UpstreamError
 from .ledger import LedgerHistory
-from .verbs import aside, say, sentences
+from .verbs import aside, say, verb
 
 
 @command
-@sentences
+@verb
 def launch(
     stage: Annotated[
         str, typer.Argument(metavar="STAGE", help="A stage's name, or the path of its directory.")

@@ -18,10 +18,10 @@ from .check import upstream_symbol
 from .history import History, NoSuchRef, NotRecorded, Symbol, UpstreamError, printable
 from .named import source_map
 from .symbols import excerpt, find_symbol, python_symbols
-from .verbs import aside, history_said, say, sentences
+from .verbs import aside, history_said, say, verb
 
 
-@sentences
+@verb
 def show_map(
     stage: Annotated[
         str, typer.Argument(metavar="STAGE", help="A stage's name, or the path of its directory.")

@@ -23,10 +23,10 @@ from .named import Named
 from .record import record as record_table
 from .record import refuse_partial
 from .source import open_history, open_wheel
-from .verbs import aside, say, sentences
+from .verbs import aside, say, verb
 
 
-@sentences
+@verb
 def fetch(
     more: Annotated[
         list[str] | None, typer.Argument(metavar="[REF]…", help="Commits to fetch whole.")
@@ -62,7 +62,7 @@ def fetch(
         )
 
 
-@sentences
+@verb
 def check(
     every: Annotated[bool, typer.Option("--all", help="Name the proven facts too.")] = False,
 ) -> None:
@@ -88,7 +88,7 @@ def check(
         raise typer.Exit(1)
 
 
-@sentences
+@verb
 def record() -> None:
     """Write docs/data/ledger.json anew, from the clone and the wheel in use. For the course's author."""
     history, console = _clone(), Console(stderr=True)

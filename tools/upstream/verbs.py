@@ -5,12 +5,11 @@ What is asked for goes to standard output, where it comes from to standard error
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
+from ..sentences import sentences
 from .history import SPECULATIVE, Commit, History, NoSuchRef, NotRecorded, UpstreamError, printable, workers
 from .ledger import LedgerHistory, RecordedWheel
 from .source import open_history, open_wheel
@@ -22,18 +21,7 @@ Ref = Annotated[
 ]
 
 
-def sentences(function: Callable[..., None]) -> Callable[..., None]:
-    """Make an UpstreamError its sentence on standard error and exit status 1."""
-
-    @functools.wraps(function)
-    def run(**values) -> None:
-        try:
-            function(**values)
-        except UpstreamError as error:
-            typer.echo(printable(str(error)), err=True)
-            raise typer.Exit(1) from None
-
-    return run
+verb = sentences(1, UpstreamError, shown=printable)
 
 
 def say(text: str = "") -> None:
@@ -56,7 +44,7 @@ def _line(commit: Commit) -> str:
     return f"{commit.day}  {commit.short}  {commit.subject}"
 
 
-@sentences
+@verb
 def timeline(
     group: Annotated[
         str, typer.Argument(help="chapter, groundwork, month, spring, since, fixes, …")
@@ -73,7 +61,7 @@ def timeline(
     aside(f"{ledger.groups[group]['title']}. Other groups: {others}.")
 
 
-@sentences
+@verb
 def show(commit: Ref) -> None:
     """A commit: its dates, its title, and the lines that it adds and removes in each file."""
     history = history_said()
@@ -89,7 +77,7 @@ def show(commit: Ref) -> None:
     say(f"{f'+{found.added}':>7} {f'-{found.removed}':>6}  in {len(found.files)} files")
 
 
-@sentences
+@verb
 def diff(
     commit: Ref,
     path: Annotated[str | None, typer.Option(help="Only this file or folder.")] = None,
@@ -103,7 +91,7 @@ def diff(
     say(text.rstrip("\n"))
 
 
-@sentences
+@verb
 def files(
     refs: Annotated[
         list[str], typer.Argument(metavar="REF…", help="One ref or several; 0.5.23 is the wheel.")
@@ -127,7 +115,7 @@ def files(
                 say(f"  {path}")
 
 
-@sentences
+@verb
 def symbols(
     ref: Ref,
     path: Annotated[str, typer.Argument(help="From upstream's root, or a file name in speculative/.")],
@@ -154,7 +142,7 @@ def symbols(
     aside(f"{len(found)} symbols.")
 
 
-@sentences
+@verb
 def log(
     path: Annotated[str, typer.Argument(help="From upstream's root, or a file name in speculative/.")],
 ) -> None:

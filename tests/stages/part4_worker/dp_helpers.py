@@ -24,7 +24,12 @@ def flags(zoo: Zoo, tree=None, spec=models.BASE, **more) -> dict[str, Any]:
         "max_total_tokens": 1024, "max_running_requests": 16, "chunked_prefill_size": 16, "random_seed": 7,
     }  # fmt: skip
     if tree is not None:
-        given |= {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(zoo.head(spec))}
+        given |= {
+            "speculative_algorithm": spec.algorithm,
+            "speculative_draft_model_path": str(zoo.head(spec)),
+        }
+        if (file := zoo.token_map(spec)) is not None:
+            given["speculative_token_map"] = str(file)
         names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         given |= dict(zip(names, tree, strict=True))
     return given | more

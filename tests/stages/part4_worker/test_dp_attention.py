@@ -86,6 +86,15 @@ def test_answers_and_rounds_are_those_of_one_rank(zoo, one, two, run):
         assert rounds[0] != rounds[1], "both ranks accepted alike, so nothing uneven was tested"
 
 
+def test_eagle3_is_that_of_one_rank(zoo, one, two):
+    """The draft's rows are as wide as the target's three layers in a draft extend, and narrow in the loop."""
+    spec = models.EAGLE3
+    prompts = zoo.prompts(PROMPTS[:3], 16, spec)
+    engines = (made(TREE, eager=True, spec=spec) for made in (two, one))
+    results = check_same(*engines, prompts, GREEDY | {"max_new_tokens": 16})
+    assert [r["output_ids"] for r in results] == [zoo.r0(p, spec, max_new_tokens=16) for p in prompts]
+
+
 def test_scores_and_hidden_states_come_back(zoo, one, two):
     prompts = zoo.prompts(PROMPTS[:3], 24)
     ask = dict(
