@@ -312,6 +312,11 @@ def _check_relations(values: dict[str, Any], given: dict[str, Any]) -> None:
             f"speculative_algorithm={algorithm!r} needs a draft model; give speculative_draft_model_path "
             "(the folder of a head trained for this target)."
         )
+    if values["speculative_token_map"] is not None and algorithm not in (None, "EAGLE", "NEXTN"):
+        raise ValueError(
+            f"speculative_token_map={values['speculative_token_map']!r} cuts down the LM head that EAGLE's "
+            f"draft borrows, and {algorithm} borrows none (EAGLE3 has a vocabulary of its own); leave it out."
+        )
     if values["disable_cuda_graph"]:
         for name in ("cuda_graph_bs", "cuda_graph_max_bs"):
             if values[name] is not None:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from ..models.paths import resolve_model_path
 
 TARGET_ARCHITECTURES = ("LlamaForCausalLM",)
-DRAFT_ARCHITECTURES = ("LlamaForCausalLMEagle",)
+DRAFT_ARCHITECTURES = {"EAGLE": "LlamaForCausalLMEagle", "EAGLE3": "LlamaForCausalLMEagle3"}
 
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -38,6 +38,9 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     torch_dtype: str
     fc_bias: bool  # draft heads only
+    # EAGLE-3 heads only: rows of their own LM head, and the target's layers that they read, where named
+    draft_vocab_size: int
+    aux_layer_ids: tuple[int, ...] | None
 
     @classmethod
     def from_path(
@@ -53,7 +56,7 @@ class ModelConfig:
         path = resolve_model_path(model_path)
         raw = _read_json(path / "config.json")
         architectures = raw.get("architectures") or ["(none named)"]
-        supported = DRAFT_ARCHITECTURES if is_draft_model else TARGET_ARCHITECTURES
+        supported = tuple(DRAFT_ARCHITECTURES.values()) if is_draft_model else TARGET_ARCHITECTURES
         if architectures[0] not in supported:
             role = "draft" if is_draft_model else "target"
             raise ValueError(
@@ -118,16 +121,31 @@ class ModelConfig:
             eos_token_ids=frozenset(t for t in eos if t < raw["vocab_size"]),
             torch_dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32"),
             fc_bias=raw["bias"] if "bias" in raw else _has_tensor(path, "fc.bias"),
+            draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
+            aux_layer_ids=tuple(ids) if (ids := _aux_layer_ids(raw)) is not None else None,
         )
 
+    @property
+    def fed_hidden_size(self) -> int:
+        """Columns of the target's hidden states that a draft head of this config reads."""
+        return self.hidden_size * (3 if self.architecture == DRAFT_ARCHITECTURES["EAGLE3"] else 1)
 
-def draft_config(path: str, target: ModelConfig) -> ModelConfig:
+
+def draft_config(path: str, target: ModelConfig, algorithm: str) -> ModelConfig:
     """A draft head's config, read as its target needs it.
 
     Raises:
-        ValueError: the head was made for another target.
+        ValueError: the head was made for another target, or is none of `algorithm`.
     """
     config = ModelConfig.from_path(path, target.context_len, is_draft_model=True)
+    if config.architecture != DRAFT_ARCHITECTURES[algorithm]:
+        other = next(name for name, its in DRAFT_ARCHITECTURES.items() if its == config.architecture)
+        raise ValueError(
+            f"{config.path} is a {config.architecture}, and speculative_algorithm={algorithm!r} needs a "
+            f"{DRAFT_ARCHITECTURES[algorithm]}: set it to {other!r}, or give another head"
+        )
+    if algorithm == "EAGLE3" and config.num_hidden_layers != 1:
+        raise ValueError(f"{config.path} has {config.num_hidden_layers} layers, an EAGLE-3 head here has one")
     for name, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
         own, wanted = getattr(config, name), getattr(target, name)
         if own != wanted:
@@ -136,6 +154,10 @@ def draft_config(path: str, target: ModelConfig) -> ModelConfig:
                 "a head works only with the target it was trained for"
             )
     return replace(config, torch_dtype=target.torch_dtype)
+
+
+def _aux_layer_ids(raw: dict) -> list[int] | None:
+    return (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
 
 
 def _generation_config(path: Path) -> dict:

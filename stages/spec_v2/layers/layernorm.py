@@ -18,3 +18,27 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, hidden] → the same shape."""
         return self.kernels.rms_norm(x, self.weight, self.eps)
+
+
+def norm_pair(
+    input_ids: torch.Tensor,
+    embed_tokens: torch.Tensor,
+    embed_norm: RMSNorm,
+    hidden_states: torch.Tensor,
+    hidden_rows: torch.Tensor | None,
+    hidden_norm: RMSNorm,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What EAGLE-3's layer reads: the embedding of a token and a hidden state, each normed by itself.
+
+    input_ids [rows]; hidden_states [any, hidden], row hidden_rows[i] for token i. Returns the pairs
+    [rows, 2 · hidden] and the states themselves [rows, hidden].
+    """
+    return embed_norm.kernels.norm_embed_with_hidden(
+        input_ids,
+        embed_tokens,
+        embed_norm.weight,
+        hidden_states,
+        hidden_rows,
+        hidden_norm.weight,
+        embed_norm.eps,
+    )

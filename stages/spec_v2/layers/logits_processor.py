@@ -29,17 +29,28 @@ class LogitsProcessor(nn.Module):
         self.kernels = kernels
 
     def forward(
-        self, hidden_states: torch.Tensor, lm_head: torch.Tensor, forward_batch: ForwardBatch
+        self,
+        hidden_states: torch.Tensor,
+        lm_head: torch.Tensor,
+        forward_batch: ForwardBatch,
+        aux_hidden_states: torch.Tensor | None = None,
+        hot_token_id: torch.Tensor | None = None,
     ) -> LogitsProcessorOutput:
-        """`hidden_states` [rows, hidden] is what enters the LM head; `lm_head` [vocab, hidden]."""
-        last = hidden_states
-        if forward_batch.last_rows is not None:
-            last = hidden_states[forward_batch.last_rows]
+        """`hidden_states` [rows, hidden] is what enters the LM head; `lm_head` [vocab, hidden].
+
+        `aux_hidden_states` [rows, any]: what is captured in its place. `hot_token_id` [vocab]: the tokens
+        that the rows of `lm_head` are for, where those are not their own numbers.
+        """
+        kept = hidden_states if aux_hidden_states is None else aux_hidden_states
+        last, last_kept = hidden_states, kept
+        if (rows := forward_batch.last_rows) is not None:
+            last_kept = kept[rows]
+            last = last_kept if aux_hidden_states is None else hidden_states[rows]
         mode = forward_batch.capture_hidden_mode
         captured = {
             CaptureHiddenMode.NULL: None,
-            CaptureHiddenMode.LAST: last,
-            CaptureHiddenMode.FULL: hidden_states,
+            CaptureHiddenMode.LAST: last_kept,
+            CaptureHiddenMode.FULL: kept,
         }
         scored = None
         if (request := forward_batch.input_logprobs) is not None:
@@ -51,5 +62,7 @@ class LogitsProcessor(nn.Module):
         if forward_batch.topk is None:
             output.next_token_logits = self.kernels.linear_float32(last, lm_head)
         else:
-            output.topk_p, output.topk_index = self.kernels.linear_topk(last, lm_head, forward_batch.topk)
+            output.topk_p, output.topk_index = self.kernels.linear_topk(
+                last, lm_head, forward_batch.topk, hot_token_id=hot_token_id
+            )
         return output

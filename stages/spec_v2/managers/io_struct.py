@@ -58,6 +58,11 @@ class GenerateRequests:
             _check_rank(routed_dp_rank, server_args.dp_size)
         for name, value in (("return_hidden_states", return_hidden_states), ("stream", stream)):
             _check_flag(name, value)
+        if return_hidden_states and server_args.speculative_algorithm == "EAGLE3":
+            raise ValueError(
+                "return_hidden_states=True: under EAGLE3 the target keeps the states of three layers for the "
+                "draft head, and not those that enter its LM head; leave it out, or use another algorithm"
+            )
         ids, is_batch = _token_ids(tokenizer, prompt, input_ids)
         count = len(ids)
         params = _per_prompt("sampling_params", sampling_params, count, list)

@@ -60,7 +60,7 @@ class ExtendCudaGraphs:
         self.q_start_loc = torch.zeros(most_requests + 1, dtype=torch.int64, device=device)
         self.hidden_states = None
         if takes_hidden_states:
-            hidden = model_runner.model_config.hidden_size
+            hidden = model_runner.model_config.fed_hidden_size
             self.hidden_states = torch.zeros(most_rows, hidden, dtype=model_runner.dtype, device=device)
         self._captured: set[tuple[int, int]] = set()
         if device.type == "cuda":

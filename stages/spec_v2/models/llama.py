@@ -47,12 +47,15 @@ class LlamaAttention(nn.Module):
         hidden_states: torch.Tensor,
         forward_batch: ForwardBatch,
         norm: RMSNorm | None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """`residual` [rows, hidden] is what the result is added to: by itself hidden_states."""
         kv_buffer = forward_batch.attn_backend.kv_pool.get_kv_buffer(self.attn.layer_id)
         q = self.qkv_proj(
             hidden_states, norm, self.rotary_emb, positions, kv_buffer, forward_batch.out_cache_loc
         )
-        return self.o_proj(self.attn(q, forward_batch).flatten(1), residual=hidden_states)
+        residual = hidden_states if residual is None else residual
+        return self.o_proj(self.attn(q, forward_batch).flatten(1), residual=residual)
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -93,14 +96,18 @@ class LlamaModel(nn.Module):
             LlamaDecoderLayer(config, i, rotary_emb, kernels) for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        self.layers_to_capture: tuple[int, ...] = ()
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        hidden_states = F.embedding(input_ids, self.embed_tokens)
-        for layer in self.layers:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The normed states [rows, hidden], and side by side what entered each of `layers_to_capture`."""
+        hidden_states, captured = F.embedding(input_ids, self.embed_tokens), []
+        for i, layer in enumerate(self.layers):
+            if i in self.layers_to_capture:
+                captured.append(hidden_states)
             hidden_states = layer(positions, hidden_states, forward_batch)
-        return self.norm(hidden_states)
+        return self.norm(hidden_states), torch.cat(captured, dim=-1) if captured else None
 
 
 class LlamaForCausalLM(nn.Module):
@@ -116,8 +123,26 @@ class LlamaForCausalLM(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        hidden_states = self.model(input_ids, positions, forward_batch)
-        return self.logits_processor(hidden_states, self.lm_head, forward_batch)
+        hidden_states, aux_hidden_states = self.model(input_ids, positions, forward_batch)
+        return self.logits_processor(hidden_states, self.lm_head, forward_batch, aux_hidden_states)
+
+    def set_eagle3_layers_to_capture(self, layer_ids: tuple[int, ...] | None = None) -> None:
+        """Have forwards capture what an EAGLE-3 head reads instead of what enters the LM head.
+
+        That is what layers 2, n // 2 and n - 3 of n are given, or, for a head that names `layer_ids`, what
+        those layers give.
+
+        Raises:
+            ValueError: these are not three layers.
+        """
+        count = len(self.model.layers)
+        layers = (2, count // 2, count - 3) if layer_ids is None else tuple(i + 1 for i in layer_ids)
+        if len(layers) != 3 or not 0 < layers[0] < layers[1] < layers[2] < count:
+            raise ValueError(
+                f"EAGLE3 reads what enters three layers of the target, and {list(layers)} are no three of "
+                f"its layers 1 to {count - 1} in ascending order: use EAGLE, or a head made for this target"
+            )
+        self.model.layers_to_capture = layers
 
     def get_embed_and_head(self) -> tuple[nn.Parameter, nn.Parameter]:
         """What a draft model borrows."""

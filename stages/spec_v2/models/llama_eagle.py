@@ -23,6 +23,7 @@ from .llama import LlamaDecoderLayer
 class LlamaForCausalLMEagle(nn.Module):
     embed_tokens: torch.Tensor
     lm_head: torch.Tensor
+    hot_token_id: torch.Tensor | None = None  # of a token map: which tokens the rows of lm_head are for
 
     def __init__(self, config: ModelConfig, kernels: Any):
         super().__init__()
@@ -46,7 +47,9 @@ class LlamaForCausalLMEagle(nn.Module):
         hidden_states = self.fc(input_ids, self.embed_tokens, paired.hidden_states, paired.hidden_rows)
         for layer in self.layers:
             hidden_states = layer(positions, hidden_states, forward_batch)
-        return self.logits_processor(hidden_states, self.lm_head, forward_batch)
+        return self.logits_processor(
+            hidden_states, self.lm_head, forward_batch, hot_token_id=self.hot_token_id
+        )
 
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         views = self.fc.checkpoint_views("")

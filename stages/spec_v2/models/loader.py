@@ -17,8 +17,11 @@ from ..configs.model_config import ModelConfig, open_weights
 from ..layers.dp_attention import get_dp_group
 from .llama import LlamaForCausalLM
 from .llama_eagle import LlamaForCausalLMEagle
+from .llama_eagle3 import LlamaForCausalLMEagle3
 
-MODEL_CLASSES: dict[str, type[nn.Module]] = {c.__name__: c for c in (LlamaForCausalLM, LlamaForCausalLMEagle)}
+MODEL_CLASSES: dict[str, type[nn.Module]] = {
+    c.__name__: c for c in (LlamaForCausalLM, LlamaForCausalLMEagle, LlamaForCausalLMEagle3)
+}
 
 
 def load_model(config: ModelConfig, kernels: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -55,7 +58,7 @@ def load_model(config: ModelConfig, kernels: Any, dtype: torch.dtype, device: to
                     continue
                 _copy(targets[name], weights.get_tensor(name), name, file)
                 filled.add(name)
-    missing = sorted(targets.keys() - filled)
+    missing = sorted(targets.keys() - filled - set(getattr(model, "optional", ())))
     problems = [f"{what} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}" for what, names in
                 (("lacks", missing), ("has the unknown", surplus)) if names]  # fmt: skip
     if problems:

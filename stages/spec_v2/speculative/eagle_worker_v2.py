@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..configs.model_config import draft_config
 from ..layers.dp_attention import GlobalStep
@@ -32,6 +33,8 @@ from .base_spec_worker import BaseSpecWorker
 from .build_eagle_tree import DraftTree, column_bits
 from .eagle_cuda_graphs import EagleCudaGraphs
 from .eagle_info import EagleDraftInput, EagleVerifyInput, EagleVerifyOutput
+from .spec_info import SpeculativeAlgorithm
+from .token_map import load_token_map
 
 
 class EagleDraftWorker(TpModelWorker):
@@ -43,19 +46,37 @@ class EagleDraftWorker(TpModelWorker):
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
         # A path has at most one node per level, and no more nodes than the tree.
         self.max_path = min(self.speculative_num_steps, self.speculative_num_draft_tokens - 1)
-        vocab_size = target_worker.model_config.vocab_size
-        if self.topk > vocab_size:
-            raise ValueError(
-                f"speculative_eagle_topk={self.topk} is more than the vocabulary's {vocab_size} tokens: "
-                "lower it"
-            )
-        config = draft_config(server_args.speculative_draft_model_path, target_worker.model_config)
+        algorithm = server_args.speculative_algorithm
+        target = target_worker.model_runner.model
+        config = draft_config(server_args.speculative_draft_model_path, target_worker.model_config, algorithm)
         super().__init__(server_args, config)
-        self.model_runner.model.set_embed_and_head(*target_worker.model_runner.model.get_embed_and_head())
+        self._share_with(target, SpeculativeAlgorithm.from_string(algorithm))
         # What never changes is made once: in a graph each small tensor costs as much as a launch.
         self._column_bits = column_bits(self.draft_slots_per_req(), self.device)
         requests = torch.arange(server_args.max_running_requests, device=self.device)
         self._request_of_beam = requests.repeat_interleave(self.topk)
+
+    def _share_with(self, target: nn.Module, algorithm: SpeculativeAlgorithm) -> None:
+        """Have the draft model borrow from the target, and the target capture what the draft reads.
+
+        Raises:
+            ValueError: the target or the token map does not fit, or more children are asked for than tokens.
+        """
+        draft = self.model_runner.model
+        embed, head = target.get_embed_and_head()
+        if algorithm.is_eagle3():
+            target.set_eagle3_layers_to_capture(self.model_config.aux_layer_ids)
+            draft.set_embed(embed)
+        elif (path := self.server_args.speculative_token_map) is not None:
+            draft.hot_token_id = load_token_map(path, len(head)).to(head.device)
+            draft.set_embed_and_head(embed, head[draft.hot_token_id])
+        else:
+            draft.set_embed_and_head(embed, head)
+        if self.topk > len(draft.lm_head):
+            raise ValueError(
+                f"speculative_eagle_topk={self.topk} is more than the {len(draft.lm_head)} tokens of the "
+                "draft's vocabulary: lower it"
+            )
 
     def draft_slots_per_req(self) -> int:
         # The first level needs no forward: its tokens come out of the draft extend before it.

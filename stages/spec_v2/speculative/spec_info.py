@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class SpeculativeAlgorithm(Enum):
     """Algorithms that are built in. Those whose flags are refused so far have their names reserved."""
 
-    EAGLE = auto()
+    EAGLE = auto()  # NEXTN too, which server_args.py turns into this one, as upstream does since #4033
     EAGLE3 = auto()
     STANDALONE = auto()
     NGRAM = auto()
@@ -32,6 +32,9 @@ class SpeculativeAlgorithm(Enum):
     def is_eagle(self) -> bool:
         """Whether the draft's KV at p depends on token p + 1, and hidden states of every row are wanted."""
         return self in (SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3)
+
+    def is_eagle3(self) -> bool:
+        return self == SpeculativeAlgorithm.EAGLE3
 
     def supports_overlap(self) -> bool:
         return True

@@ -87,6 +87,7 @@ def linear_topk(
     k: int,
     probs: torch.Tensor | None = None,
     ids: torch.Tensor | None = None,
+    hot_token_id: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k likeliest tokens of each row, for whoever needs no logits.
 
@@ -95,6 +96,7 @@ def linear_topk(
         weight: [V, hidden], the LM head.
         k: at most V.
         probs, ids: contiguous, of the types and shapes below, written; None: new ones.
+        hot_token_id: int64 [V], ascending: the tokens that the rows of `weight` are for; None: their numbers.
 
     Returns:
         probs float32 [rows, k] descending, ids int64 [rows, k]. All of a row's probabilities are NaN if one
@@ -102,5 +104,6 @@ def linear_topk(
     """
     logits = linear_float32(x, weight)
     likely, tokens = topk_softmax(logits, k)
+    tokens = tokens if hot_token_id is None else hot_token_id[tokens]
     likely = torch.where(torch.isfinite(logits.sum(-1, keepdim=True)), likely, torch.nan)
     return (likely, tokens) if probs is None else (probs.copy_(likely), ids.copy_(tokens))

@@ -2,7 +2,7 @@
 
 from ..host_metadata import HostMetadata
 from .attention import attention
-from .embedding import embed_with_hidden
+from .embedding import embed_with_hidden, norm_embed_with_hidden
 from .flat_layout import create_custom_mask, create_kv_indices
 from .fused_linear import linear, linear_float32, norm_gate_up, norm_qkv_rotary_store
 from .layers import rms_norm, rotary_store, silu_and_mul
@@ -31,6 +31,7 @@ __all__ = [
     "linear",
     "linear_float32",
     "linear_topk",
+    "norm_embed_with_hidden",
     "norm_gate_up",
     "norm_qkv_rotary_store",
     "philox_uniform",

@@ -71,6 +71,7 @@ def linear_topk(
     k: int,
     probs: torch.Tensor | None = None,
     ids: torch.Tensor | None = None,
+    hot_token_id: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the native twin."""
     rows, width = x.shape
@@ -105,4 +106,4 @@ def linear_topk(
         num_warps=4,
         **dependent(x),
     )
-    return select(x, keys, probs, ids, blocks, softmax=(maxima, sums))
+    return select(x, keys, probs, ids, blocks, (maxima, sums), hot_token_id)

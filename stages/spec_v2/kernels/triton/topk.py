@@ -60,11 +60,13 @@ def _select_kernel(
     sums,
     values,
     indices,
+    names,
     stride,
     COUNT: tl.constexpr,
     BLOCKS: tl.constexpr,
     K: tl.constexpr,
     SOFTMAX: tl.constexpr,
+    HAS_NAMES: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS2: tl.constexpr,
     PDL: tl.constexpr,
@@ -93,7 +95,10 @@ def _select_kernel(
         if SOFTMAX:
             value = tl.exp(value - base) / total
         tl.store(values + row * K + rank, value.to(values.dtype.element_ty))
-        tl.store(indices + row * K + rank, index_of_key(best))
+        found = index_of_key(best)
+        if HAS_NAMES:
+            found = tl.load(names + found)
+        tl.store(indices + row * K + rank, found)
         key = tl.where(key == best, NO_KEY, key)
 
 
@@ -104,11 +109,12 @@ def select(
     indices: torch.Tensor,
     blocks: int,
     softmax: tuple[torch.Tensor, torch.Tensor] | None = None,
+    names: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill values and indices [rows, k] from keys [rows, blocks, k], or from x [rows, n] if blocks is 0.
 
     With `softmax`, the maximum and the sum of exponentials of each block [rows, blocks], values become
-    probabilities.
+    probabilities. With `names` [n], `indices` gets the names of what is chosen.
     """
     rows, k = indices.shape
     count = blocks * k or x.shape[1]
@@ -120,11 +126,13 @@ def select(
         sums,
         values,
         indices,
+        indices if names is None else names,
         x.stride(0),
         COUNT=count,
         BLOCKS=blocks,
         K=k,
         SOFTMAX=softmax is not None,
+        HAS_NAMES=names is not None,
         BLOCK=triton.next_power_of_2(count),
         BLOCKS2=triton.next_power_of_2(max(blocks, 1)),
         num_warps=1 if count <= 64 else 4,
