@@ -13,11 +13,11 @@ from tests.contract.probe import Probe
 from tools.bench.stages_door import BadInput, resolve_stage
 from tools.bench.trace import show, split_of, summary, timeline
 from tools.bench.trace_format import load_trace, validate
-from tools.bench.trace_record import parents_of, record
-from tools.bench.trace_trees import Growth, candidates_of, chosen
+from tools.bench.trace_record import record
+from tools.bench.trace_trees import Growth, candidates_of, chosen, parents_of
 from tools.provenance import REPO
 
-STAGE = resolve_stage("part4_worker")
+PART4, SPEC_V2 = resolve_stage("part4_worker"), resolve_stage("spec_v2")
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9, 10, 11]]
 SHAPES = {
     "plain": {},
@@ -30,15 +30,20 @@ SHAPES = {
 }  # fmt: skip
 
 
+# Of the second stage a result comes one step late, unless its scheduler does not overlap.
+ENGINES = [(stage, shape, {}) for stage in (PART4, SPEC_V2) for shape in SHAPES]
+ENGINES.append((SPEC_V2, "tree", {"disable_overlap_schedule": True}))
+
+
 @contextmanager
-def watched(tiny_flags, shape: str, **more):
+def watched(tiny_flags, shape: str, stage=PART4, **more):
     """An engine, and what watches its trees."""
     flags = dict(tiny_flags) | SHAPES[shape] | {"max_total_tokens": 2048, "max_running_requests": 4} | more
     if shape == "plain":
         del flags["speculative_draft_model_path"]
     else:
         flags["speculative_algorithm"] = "EAGLE"
-    with Growth().watching(STAGE.package()) as growth, STAGE.open(**flags) as engine:
+    with Growth().watching(stage.package()) as growth, stage.open(**flags) as engine:
         yield engine, growth
 
 
@@ -46,17 +51,18 @@ def whole(recorded: dict) -> dict:
     return {"stage": "part4_worker", "engine": {}, "provenance": {}} | recorded
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda p: "-".join([p[0].name, p[1], *p[2]]))
 def recorded(request, tiny_flags):
     """A recording of three requests and, apart from it, what the engine gives for them."""
-    with watched(tiny_flags, request.param) as (engine, growth):
+    stage, shape, more = request.param
+    with watched(tiny_flags, shape, stage, **more) as (engine, growth):
         trace = whole(record(engine, growth, PROMPTS, 14, ignore_eos=True))
         Probe(engine).check_idle()
         assert "step" not in vars(engine.scheduler)  # no wrapper stays
         engine.flush_cache()
         params = {"temperature": 0, "max_new_tokens": 14, "ignore_eos": True}
         results = engine.generate(input_ids=PROMPTS, sampling_params=params)
-    return request.param, trace, results
+    return stage, shape, trace, results
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +76,7 @@ def entries(trace: dict, kind: str) -> list[dict]:
 
 
 def test_a_recording_is_valid_and_is_what_the_engine_says(recorded) -> None:
-    shape, trace, results = recorded
+    stage, shape, trace, results = recorded
     validate(trace)
     assert [request["output_ids"] for request in trace["requests"]] == [r["output_ids"] for r in results]
     assert json.loads(json.dumps(trace)) == trace
@@ -93,7 +99,7 @@ def test_a_recording_is_valid_and_is_what_the_engine_says(recorded) -> None:
 
 
 def test_every_phase_is_in_its_place(recorded) -> None:
-    shape, trace, _ = recorded
+    stage, shape, trace, _ = recorded
     names = {step["kind"]: [phase["name"] for phase in step["phases"]] for step in trace["steps"]}
     if shape == "plain":
         assert names == {"prefill": ["forward"], "decode": ["forward"]}
@@ -109,7 +115,7 @@ def test_every_phase_is_in_its_place(recorded) -> None:
 
 
 def test_slots_are_those_that_the_tokens_keep(recorded) -> None:
-    shape, trace, _ = recorded
+    stage, shape, trace, _ = recorded
     for entry in entries(trace, "verify"):
         kept = len(entry["tokens"])
         if shape == "pages":  # position fixes the slot, so the KV was moved
@@ -120,7 +126,7 @@ def test_slots_are_those_that_the_tokens_keep(recorded) -> None:
 
 
 def test_every_proposal_is_in_the_recording(recorded) -> None:
-    shape, trace, _ = recorded
+    stage, shape, trace, _ = recorded
     steps, topk, n = (
         SHAPES[shape].get(f"speculative_{name}") for name in ("num_steps", "eagle_topk", "num_draft_tokens")
     )
@@ -141,7 +147,7 @@ def slots_of(step: dict, name: str) -> list[int]:
 
 
 def test_the_prefix_cache_is_recorded_when_it_changes(recorded) -> None:
-    shape, trace, results = recorded
+    stage, shape, trace, results = recorded
     shown = [step["cache"] for step in trace["steps"] if "cache" in step]
     assert 1 < len(shown) < len(trace["steps"])
     last = shown[-1]
