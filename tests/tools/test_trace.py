@@ -100,28 +100,107 @@ def test_a_recording_is_valid_and_is_what_the_engine_says(recorded) -> None:
 
 def test_every_phase_is_in_its_place(recorded) -> None:
     stage, shape, trace, _ = recorded
-    names = {step["kind"]: [phase["name"] for phase in step["phases"]] for step in trace["steps"]}
-    if shape == "plain":
-        assert names == {"prefill": ["forward"], "decode": ["forward"]}
-    else:
-        assert names == {
-            "prefill": ["prefill", "draft prefill"], "verify": ["draft", "verify", "draft extend", "commit"],
-        }  # fmt: skip
+    works = {"prefill": ["forward"], "decode": ["forward"]}
+    if shape != "plain":
+        works = {"prefill": ["prefill", "draft prefill"], "verify": ["draft", "verify", "draft extend"]}
+    for step in trace["steps"]:
+        names = [phase["name"] for phase in step["phases"]]
+        host = [name for name in names if name in ("launch", "process", "commit")]
+        assert [name for name in names if name not in host] == works[step["kind"]]
+        commit = ["commit"] if step["kind"] == "verify" else []
+        assert host == (["launch", "process"] if stage is SPEC_V2 else commit)
     assert trace["clock"] == "host"
     for step in trace["steps"]:
-        split = split_of(step)
-        assert sum(split.values()) == pytest.approx(step["end_us"] - step["start_us"], abs=1)
-        assert split["host"] > 0 and "commit" not in split
+        split, total = split_of(step), step["end_us"] - step["start_us"]
+        assert not {"commit", "launch", "process"} & set(split)
+        if stage is SPEC_V2:  # the work of a step may have begun while the result before was processed
+            assert split["host"] >= 0 and sum(split.values()) >= total - 1
+        else:
+            assert split["host"] > 0 and sum(split.values()) == pytest.approx(total, abs=1)
+
+
+def spans(trace: dict, phase: str) -> list[tuple[float, float]]:
+    """Start and end of a phase in every step."""
+    found = (p for step in trace["steps"] for p in step["phases"] if p["name"] == phase)
+    return [(p["start_us"], p["end_us"]) for p in found]
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_step_is_launched_before_the_last_result_is_processed(tiny_flags, overlaps) -> None:
+    """And the round that was launched for requests that had ended is there, and nobody's."""
+    flags = {"disable_overlap_schedule": not overlaps}
+    with watched(tiny_flags, "tree", SPEC_V2, **flags) as (engine, growth):
+        trace = whole(record(engine, growth, PROMPTS, 14, ignore_eos=True))
+        Probe(engine).check_idle()
+    validate(trace)
+    launches, results = spans(trace, "launch"), spans(trace, "process")
+    assert len(launches) == len(results) == len(trace["steps"]) > 4
+    for step, (result, later) in enumerate(zip(results, launches[1:], strict=False)):
+        assert (later[1] <= result[0]) if overlaps else (result[1] <= later[0]), step
+    assert [not step["requests"] for step in trace["steps"]].count(True) == int(overlaps)
+    assert bool(trace["steps"][-1]["requests"]) is not overlaps
+    assert [line.plain for line in timeline(trace, False)][-1].rstrip().endswith("late") is overlaps
+    # Reserved are two rounds beyond S, or more where a page or a round before has taken more.
+    rounds = entries(trace, "verify")
+    assert all(entry["reserved"] >= entry["seq_len"] + 2 * 8 - (8 if overlaps else 0) for entry in rounds)
+
+
+def test_a_late_round_of_one_request_is_not_told_of_the_others(tiny_flags) -> None:
+    """Answers of three lengths: rows whose request has ended run once more, beside those that go on."""
+    with watched(tiny_flags, "tree", SPEC_V2, max_running_requests=3) as (engine, growth):
+        real = engine.generate
+
+        def generate(**more):
+            params = more.pop("sampling_params")
+            lengths = [{**params, "max_new_tokens": count} for count in (4, 9, 14)]
+            return real(**more, sampling_params=lengths)
+
+        engine.generate = generate
+        trace = whole(record(engine, growth, PROMPTS, 14, ignore_eos=True))
+    validate(trace)
+    assert [len(request["output_ids"]) for request in trace["requests"]] == [4, 9, 14]
+    counts = [len(step["requests"]) for step in trace["steps"]]
+    assert counts == sorted(counts, reverse=True) and {3, 1, 0} <= set(counts)
+
+
+def test_a_plug_in_without_a_draft_model(plug_in, monkeypatch) -> None:
+    """Its `draft` shows the tree. A method that shows none is refused, but for times and tokens."""
+    with SPEC_V2.open(**plug_in, max_total_tokens=2048) as engine:
+        trace = whole(record(engine, Growth(), PROMPTS, 14, ignore_eos=True))
+        validate(trace)
+        assert all(entry["parents"] == [-1, 0, 1, 2] for entry in entries(trace, "verify"))
+        assert {"draft", "verify"} <= {phase["name"] for phase in trace["steps"][2]["phases"]}
+        engine.flush_cache()
+        worker = engine.scheduler.draft_worker
+        hidden, shown = worker.draft, type(worker).forward_batch_generation
+        monkeypatch.setattr(worker, "forward_batch_generation", lambda *args: shown(Renamed(worker), *args))
+
+        class Renamed:
+            """The worker, with another name for its `draft`."""
+
+            def __init__(self, worker):
+                self.__dict__ |= vars(worker) | {"draft": hidden}
+
+            def __getattr__(self, name):
+                return getattr(worker, name)
+
+        with pytest.raises(BadInput, match="RepeatWorker shows no tree"):
+            record(engine, Growth(), PROMPTS, 14, ignore_eos=True)
+        engine.flush_cache()
+        trace = whole(record(engine, Growth(), PROMPTS, 14, has_trees=False, ignore_eos=True))
+    validate(trace)
+    assert entries(trace, "verify") and not any("tree" in entry for entry in entries(trace, "verify"))
 
 
 def test_slots_are_those_that_the_tokens_keep(recorded) -> None:
     stage, shape, trace, _ = recorded
     for entry in entries(trace, "verify"):
         kept = len(entry["tokens"])
-        if shape == "pages":  # position fixes the slot, so the KV was moved
+        if shape == "pages" or stage is SPEC_V2:  # position fixes the slot, so the KV was moved
             assert entry["kept_slots"] == entry["slots"][:kept]
+        if shape == "pages":
             assert all(slot % 4 == (entry["seq_len"] + i) % 4 for i, slot in enumerate(entry["slots"]))
-        else:
+        elif stage is PART4:
             assert entry["kept_slots"] == [entry["slots"][node] for node in entry["path"][:kept]]
 
 
@@ -135,7 +214,8 @@ def test_every_proposal_is_in_the_recording(recorded) -> None:
         assert len(found["tokens"]) == topk + (steps - 1) * topk**2 and len(found["nodes"]) == n
         assert found["parents"][:topk] == [-1] * topk
         assert len(set(found["parents"])) == 1 + (steps - 1) * topk  # the root and every beam
-        assert len(entry["draft_slots"]) == topk * (steps - 1)
+        # Slots that are reserved are the drafts' first, and then the tree's.
+        assert len(entry["draft_slots"]) == (0 if stage is SPEC_V2 else topk * (steps - 1))
     for step in trace["steps"]:  # drafting gave its slots back, so verifying takes the same ones
         for drafted, verified in zip(slots_of(step, "draft_slots"), slots_of(step, "slots"), strict=False):
             assert drafted == verified or shape == "pages"
@@ -263,6 +343,17 @@ def orphan(trace: dict) -> None:
 
 def lost_token(trace: dict) -> None:
     first(trace)["tokens"].pop()
+
+
+def inside_a_launch(trace: dict) -> None:
+    """As if a result had been processed while a step was being launched."""
+    first, second = (next(p for p in trace["steps"][i]["phases"] if p["name"] != "draft") for i in (1, 2))
+    second |= {"name": "launch", "start_us": second["start_us"]}
+    first |= {"name": "process", "end_us": second["end_us"]}
+
+
+def other_summary(trace: dict) -> None:
+    trace["summary"]["idle_share"] += 0.01
 
 
 def shared_slot(trace: dict) -> None:
