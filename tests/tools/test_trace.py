@@ -13,6 +13,7 @@ from tests.contract.probe import Probe
 from tools.bench.stages_door import BadInput, resolve_stage
 from tools.bench.trace import show, split_of, summary, timeline
 from tools.bench.trace_format import load_trace, validate
+from tools.bench.trace_idle import gaps, idle_summary, work_of
 from tools.bench.trace_record import record
 from tools.bench.trace_trees import Growth, candidates_of, chosen, parents_of
 from tools.provenance import REPO
@@ -345,13 +346,6 @@ def lost_token(trace: dict) -> None:
     first(trace)["tokens"].pop()
 
 
-def inside_a_launch(trace: dict) -> None:
-    """As if a result had been processed while a step was being launched."""
-    first, second = (next(p for p in trace["steps"][i]["phases"] if p["name"] != "draft") for i in (1, 2))
-    second |= {"name": "launch", "start_us": second["start_us"]}
-    first |= {"name": "process", "end_us": second["end_us"]}
-
-
 def other_summary(trace: dict) -> None:
     trace["summary"]["idle_share"] += 0.01
 
@@ -432,6 +426,7 @@ def stolen_slot(trace: dict) -> None:
         (back_in_time, "it does not follow the step before"),
         (phase_outside, "commit lies outside its place in time"),
         (new_version, "version 2, not fledge-trace version 1"),
+        (other_summary, "its summary is not what its steps give"),
         (miscounted, "the engine counted something else"),
         (no_parents, "KeyError: 'parents'"),
     ],
@@ -441,6 +436,49 @@ def test_what_is_wrong_is_found(tree, harm, problem) -> None:
     harm(broken)
     with pytest.raises(BadInput, match=re.escape(problem)):
         validate(broken)
+
+
+def test_a_result_that_was_processed_inside_a_launch_is_refused(tiny_flags) -> None:
+    with watched(tiny_flags, "chain", SPEC_V2) as (engine, growth):
+        trace = whole(record(engine, growth, PROMPTS[:1], 14, ignore_eos=True))
+    validate(trace)
+    begins = {p["name"]: p for p in trace["steps"][3]["phases"]}["launch"]["start_us"]
+    for phase in trace["steps"][2]["phases"]:
+        if phase["name"] == "process":
+            phase["start_us"] = begins
+    with pytest.raises(BadInput, match="process of step 2 begins inside launch of step 3"):
+        validate(trace)
+
+
+# how idle a round is
+
+
+def step_of(kind: str, requests: int, *spans: tuple[str, float, float], on_device: bool = True) -> dict:
+    phases = [
+        {"name": name, "start_us": a - 5, "end_us": a - 4, "device_us": [a, b]}
+        if on_device
+        else {"name": name, "start_us": a, "end_us": b, "device_us": None}
+        for name, a, b in spans
+    ]
+    return {"kind": kind, "requests": [{}] * requests, "phases": phases}
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_idle_is_what_no_phase_of_the_device_fills(on_device) -> None:
+    host = ("process", 0.0, 1e6)  # the host's phases are not looked at
+    steps = [
+        step_of("prefill", 2, ("prefill", 0, 50), on_device=on_device),
+        step_of("verify", 2, ("draft", 60, 70), ("verify", 70, 100), on_device=on_device),
+        # 30 before the draft, 5 before the verification, which overlaps with the draft extend
+        step_of("verify", 2, ("draft", 130, 140), ("verify", 145, 175), ("draft extend", 170, 180), host,
+                on_device=on_device),
+        # 10 and nothing
+        step_of("verify", 2, host, ("draft", 190, 200), ("verify", 200, 220), on_device=on_device),
+        step_of("verify", 1, ("draft", 500, 510), ("verify", 510, 520), on_device=on_device),  # one has ended
+    ]  # fmt: skip
+    assert gaps(steps) == [(80, 35), (40, 10)]
+    assert idle_summary(steps) == {"rounds": 2, "round_us": 60, "idle_us": 22.5, "idle_share": 0.375}
+    assert idle_summary(steps[:2]) is None
 
 
 # the timeline
@@ -492,6 +530,24 @@ def test_the_command_records_prints_and_shows_again(fledge, tiny_options, tmp_pa
     assert again.exit_code == 0 and again.stdout == done.stdout.replace(f"written to {path}\n", "")
 
 
+@pytest.mark.parametrize("name", ["part4_worker", "spec_v2"])
+def test_a_batch_is_timed_without_its_trees(fledge, tiny_options, tmp_path, name) -> None:
+    path = tmp_path / "t.json"
+    words = ["--batch", 5, "--max-new-tokens", 9, "--ignore-eos", "--out", path]
+    done = fledge("trace", name, *words, *tiny_options)
+    assert done.exit_code == 0, done.output
+    trace = load_trace(path)
+    assert trace["engine"]["flags"]["max_running_requests"] == len(trace["requests"]) == 5
+    assert len({tuple(request["prompt_ids"]) for request in trace["requests"]}) == 5
+    rounds = entries(trace, "verify")
+    assert rounds and all(set(entry) == {"request", "seq_len", "path", "tokens"} for entry in rounds)
+    assert all("cache" not in step for step in trace["steps"])
+    idle = trace["summary"]
+    assert 0 < idle["idle_share"] < 1 and idle["rounds"] > 0
+    assert f"no phase runs for {idle['idle_share']:.1%}: medians " in done.stdout
+    assert "prompts of its own" in fledge("trace", name, "a", *words).stderr
+
+
 def test_bad_input_is_one_sentence(fledge, tiny_options, tmp_path) -> None:
     (tmp_path / "t.json").write_text("{}")
     for words, sentence in (
@@ -513,12 +569,17 @@ def test_committed_traces_are_valid() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("stage", [PART4, SPEC_V2], ids=lambda stage: stage.name)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_phases_have_a_time_on_the_device(tiny_flags, shape) -> None:
-    with watched({**tiny_flags, "device": "cuda"}, shape) as (engine, growth):
+def test_phases_have_a_time_on_the_device(tiny_flags, stage, shape) -> None:
+    with watched({**tiny_flags, "device": "cuda"}, shape, stage) as (engine, growth):
         trace = whole(record(engine, growth, PROMPTS, 14, ignore_eos=True))
     validate(trace)
+    assert trace["summary"]["rounds"] > 0
+    works = [work_of(step) for step in trace["steps"]]
+    assert all(work and all(end > start for start, end in work) for work in works)
+    order = [span for work in works for span in work]  # one stream, so one thing after the other
+    assert all(a[1] <= b[0] for a, b in zip(order, order[1:], strict=False))
     for step in trace["steps"]:
-        spans = [phase["device_us"] for phase in step["phases"] if phase["name"] != "commit"]
-        assert all(end > start for start, end in spans)
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+        host = {"commit", "launch", "process"}
+        assert all((phase["device_us"] is None) == (phase["name"] in host) for phase in step["phases"])

@@ -156,7 +156,7 @@ def trace(
         return
     found = resolve_stage(stage)
     if batch and prompts:
-        raise BadInput(f"--batch {batch} brings its own prompts: leave it out, or leave out yours.")
+        raise BadInput(f"--batch {batch} has prompts of its own: leave it out, or yours.")
     if batch:
         (prompts,) = waves(load_sets()["held-out"].questions, batch)[:1]
     if not prompts:

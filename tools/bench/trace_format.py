@@ -83,7 +83,7 @@ def _problems(trace: Trace) -> Iterator[str]:
 
 
 def _host_problems(steps: list[dict[str, Any]]) -> Iterator[str]:
-    """One thread does all of it, and takes results in the order in which they were launched."""
+    """One thread does all of it."""
     host = sorted(
         (phase["start_us"], phase["end_us"], phase["name"], number)
         for number, step in enumerate(steps)
@@ -93,10 +93,6 @@ def _host_problems(steps: list[dict[str, Any]]) -> Iterator[str]:
     for before, after in itertools.pairwise(host):
         if before[1] > after[0]:
             yield f"{after[2]} of step {after[3]} begins inside {before[2]} of step {before[3]}"
-    for name in HOST_PHASES:
-        numbers = [number for *_, found, number in host if found == name]
-        if numbers != sorted(numbers):
-            yield f"{name} goes through the steps in another order"
 
 
 def _step_problems(step: dict[str, Any], trace: Trace, before: float) -> Iterator[str]:
