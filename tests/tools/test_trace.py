@@ -16,6 +16,7 @@ from tools.bench.trace_format import load_trace, validate
 from tools.bench.trace_idle import gaps, idle_summary, work_of
 from tools.bench.trace_record import record
 from tools.bench.trace_trees import Growth, candidates_of, chosen, parents_of
+from tools.docs.traces import line
 from tools.provenance import REPO
 
 PART4, SPEC_V2 = resolve_stage("part4_worker"), resolve_stage("spec_v2")
@@ -126,6 +127,11 @@ def spans(trace: dict, phase: str) -> list[tuple[float, float]]:
     return [(p["start_us"], p["end_us"]) for p in found]
 
 
+def in_table(trace: dict) -> str:
+    """All rounds as the site has them in words."""
+    return "".join(f"| {' | '.join(line(e, s, trace))} |\n" for s in trace["steps"] for e in s["requests"])
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_a_step_is_launched_before_the_last_result_is_processed(tiny_flags, overlaps) -> None:
     """And the round that was launched for requests that had ended is there, and nobody's."""
@@ -143,6 +149,7 @@ def test_a_step_is_launched_before_the_last_result_is_processed(tiny_flags, over
     assert [line.plain for line in timeline(trace, False)][-1].rstrip().endswith("late") is overlaps
     # Reserved are two rounds beyond S, or more where a page or a round before has taken more.
     rounds = entries(trace, "verify")
+    assert "| 8 of those reserved, 1 kept |" in in_table(trace)
     assert all(entry["reserved"] >= entry["seq_len"] + 2 * 8 - (8 if overlaps else 0) for entry in rounds)
 
 

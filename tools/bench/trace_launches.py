@@ -88,11 +88,12 @@ class LaunchRecorder(Recorder):
         pool_rows = np.array([req.req_pool_idx for req in reqs], dtype=np.int64)
         columns = {name: [column[row] for row in rows] for name, column in found.columns.items()}
         columns["seq_len"] = starts
+        width = 1
         if result.accept_index is None:  # plain decoding, or a method that has drafted nothing
             found.step["kind"] = "decode"
-            return columns | {"slots": slots_from(table, pool_rows, starts, 1)}
-        columns["path"] = result.accept_index[rows]
+        else:
+            columns["path"], width = result.accept_index[rows], result.accept_index.shape[1]
         if self.has_trees:
-            width = result.accept_index.shape[1]
-            columns["kept_slots"] = slots_from(table, pool_rows, starts, width)
+            name = "slots" if found.step["kind"] == "decode" else "kept_slots"
+            columns[name] = slots_from(table, pool_rows, starts, width)
         return columns

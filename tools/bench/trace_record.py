@@ -251,8 +251,10 @@ class StepRecorder(Recorder):
                 self._copy_tree(found)
         else:
             starts = [before[req.rid] for req in batch.reqs]
-            slots = batch.out_cache_loc.reshape(-1, 1)
-            found.take(range(len(batch.reqs)), batch.reqs, starts, seq_len=batch.prefix_lens, slots=slots)
+            columns = {"seq_len": batch.prefix_lens}
+            if self.has_trees:
+                columns["slots"] = batch.out_cache_loc.reshape(-1, 1)
+            found.take(range(len(batch.reqs)), batch.reqs, starts, **columns)
         self.found.append(found)
         return result
 
