@@ -88,7 +88,7 @@ class SpeculativeAlgorithm(Enum):
         """The class that runs this algorithm."""
         from .eagle_worker_v2 import EAGLEWorkerV2
 
-        return {SpeculativeAlgorithm.EAGLE: EAGLEWorkerV2}[self]
+        return EAGLEWorkerV2
 
 
 ALIASES: dict[str, Any] = {"NEXTN": "EAGLE"}
