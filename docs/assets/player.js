@@ -88,7 +88,7 @@
       return lead + (found ? "Of " + found.tokens.length + " proposals the best " + (entry.tree.length - 1) +
         " stay; with the root that makes " : "The tree has ") + count(entry.tree.length, "node") +
         ". " + (entry.draft_slots.length ? "The drafts' scratch slots are given back, and " : "For the target ") +
-        entry.slots.length + " slots are taken to verify in.";
+        entry.slots.length + (entry.reserved ? " of the reserved slots are" : " slots are taken") + " to verify in.";
     }
     if (scene.kind === "verify") {
       return lead + "One target forward over " + count(entry.tree.length, "node") +
@@ -98,8 +98,11 @@
     var texts = entry.tokens.map(say).join(" "), given = entry.slots.length - entry.kept_slots.length;
     var ended = entry.tokens.length < entry.path.length ? " The answer ended inside the run." : "";
     return lead + count(entry.tokens.length, "token") + ": " + texts + "." + ended + " " + count(entry.kept_slots.length, "slot") +
-      " kept, " + given + " given back. The round took " + draw.duration(step.end_us - step.start_us) + ".";
+      " kept, " + given + rest(entry) + ". The round took " + draw.duration(step.end_us - step.start_us) + ".";
   }
+
+  // What becomes of the slots that a round does not keep.
+  function rest(entry) { return entry.reserved ? " stay reserved" : " given back"; }
 
   function depths(found) {
     var depth = [];
@@ -163,10 +166,10 @@
     if (scene.kind === "choose" && entry.draft_slots.length) {
       rows.push({ name: "given back", slots: all(entry.draft_slots, "free") });
     }
-    if (scene.kind !== "commit") rows.push({ name: "verify, taken", slots: all(entry.slots, "taken") });
+    if (scene.kind !== "commit") rows.push({ name: entry.reserved ? "verify, reserved" : "verify, taken", slots: all(entry.slots, "taken") });
     if (scene.kind === "commit") {
       rows.push({ name: "kept, in order", slots: all(entry.kept_slots, "kept") });
-      rows.push({ name: "given back", slots: all(entry.slots.filter(function (id) {
+      rows.push({ name: rest(entry).trim(), slots: all(entry.slots.filter(function (id) {
         return entry.kept_slots.indexOf(id) < 0;
       }), "free") });
     }

@@ -46,3 +46,19 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     made = MadeUp(tmp_path)
     monkeypatch.setattr(story, "REPO", tmp_path)
     return made
+
+
+@pytest.fixture
+def plug_in(monkeypatch: pytest.MonkeyPatch, tiny_flags: dict[str, str]) -> dict[str, str]:
+    """Engine keywords for a method that was registered from outside of spec_v2 and has no draft model."""
+    from stages.spec_v2 import server_args
+    from stages.spec_v2.speculative import spec_registry
+    from stages.spec_v2.speculative.spec_info import SpeculativeAlgorithm
+    from tests.stages.spec_v2.repeat_worker import RepeatWorker
+
+    for module, name in ((spec_registry, "_registry"), (server_args, "PLUGIN_ALGORITHMS")):
+        monkeypatch.setattr(module, name, {})
+    monkeypatch.setattr(spec_registry, "PLUGIN_ALGORITHMS", server_args.PLUGIN_ALGORITHMS)
+    SpeculativeAlgorithm.register("repeat", supports_overlap=True)(lambda _: RepeatWorker)
+    flags = {name: value for name, value in tiny_flags.items() if not name.startswith("speculative")}
+    return flags | {"speculative_algorithm": "repeat", "speculative_num_draft_tokens": 4}

@@ -13,11 +13,13 @@ from tests.contract.probe import Probe
 from tools.bench.stages_door import BadInput, resolve_stage
 from tools.bench.trace import show, split_of, summary, timeline
 from tools.bench.trace_format import load_trace, validate
-from tools.bench.trace_record import parents_of, record
-from tools.bench.trace_trees import Growth, candidates_of, chosen
+from tools.bench.trace_idle import gaps, idle_summary, work_of
+from tools.bench.trace_record import record
+from tools.bench.trace_trees import Growth, candidates_of, chosen, parents_of
+from tools.docs.traces import line
 from tools.provenance import REPO
 
-STAGE = resolve_stage("part4_worker")
+PART4, SPEC_V2 = resolve_stage("part4_worker"), resolve_stage("spec_v2")
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9, 10, 11]]
 SHAPES = {
     "plain": {},
@@ -30,15 +32,20 @@ SHAPES = {
 }  # fmt: skip
 
 
+# Of the second stage a result comes one step late, unless its scheduler does not overlap.
+ENGINES = [(stage, shape, {}) for stage in (PART4, SPEC_V2) for shape in SHAPES]
+ENGINES.append((SPEC_V2, "tree", {"disable_overlap_schedule": True}))
+
+
 @contextmanager
-def watched(tiny_flags, shape: str, **more):
+def watched(tiny_flags, shape: str, stage=PART4, **more):
     """An engine, and what watches its trees."""
     flags = dict(tiny_flags) | SHAPES[shape] | {"max_total_tokens": 2048, "max_running_requests": 4} | more
     if shape == "plain":
         del flags["speculative_draft_model_path"]
     else:
         flags["speculative_algorithm"] = "EAGLE"
-    with Growth().watching(STAGE.package()) as growth, STAGE.open(**flags) as engine:
+    with Growth().watching(stage.package()) as growth, stage.open(**flags) as engine:
         yield engine, growth
 
 
@@ -46,17 +53,18 @@ def whole(recorded: dict) -> dict:
     return {"stage": "part4_worker", "engine": {}, "provenance": {}} | recorded
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda p: "-".join([p[0].name, p[1], *p[2]]))
 def recorded(request, tiny_flags):
     """A recording of three requests and, apart from it, what the engine gives for them."""
-    with watched(tiny_flags, request.param) as (engine, growth):
+    stage, shape, more = request.param
+    with watched(tiny_flags, shape, stage, **more) as (engine, growth):
         trace = whole(record(engine, growth, PROMPTS, 14, ignore_eos=True))
         Probe(engine).check_idle()
         assert "step" not in vars(engine.scheduler)  # no wrapper stays
         engine.flush_cache()
         params = {"temperature": 0, "max_new_tokens": 14, "ignore_eos": True}
         results = engine.generate(input_ids=PROMPTS, sampling_params=params)
-    return request.param, trace, results
+    return stage, shape, trace, results
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +78,7 @@ def entries(trace: dict, kind: str) -> list[dict]:
 
 
 def test_a_recording_is_valid_and_is_what_the_engine_says(recorded) -> None:
-    shape, trace, results = recorded
+    stage, shape, trace, results = recorded
     validate(trace)
     assert [request["output_ids"] for request in trace["requests"]] == [r["output_ids"] for r in results]
     assert json.loads(json.dumps(trace)) == trace
@@ -93,34 +101,119 @@ def test_a_recording_is_valid_and_is_what_the_engine_says(recorded) -> None:
 
 
 def test_every_phase_is_in_its_place(recorded) -> None:
-    shape, trace, _ = recorded
-    names = {step["kind"]: [phase["name"] for phase in step["phases"]] for step in trace["steps"]}
-    if shape == "plain":
-        assert names == {"prefill": ["forward"], "decode": ["forward"]}
-    else:
-        assert names == {
-            "prefill": ["prefill", "draft prefill"], "verify": ["draft", "verify", "draft extend", "commit"],
-        }  # fmt: skip
+    stage, shape, trace, _ = recorded
+    works = {"prefill": ["forward"], "decode": ["forward"]}
+    if shape != "plain":
+        works = {"prefill": ["prefill", "draft prefill"], "verify": ["draft", "verify", "draft extend"]}
+    for step in trace["steps"]:
+        names = [phase["name"] for phase in step["phases"]]
+        host = [name for name in names if name in ("launch", "process", "commit")]
+        assert [name for name in names if name not in host] == works[step["kind"]]
+        commit = ["commit"] if step["kind"] == "verify" else []
+        assert host == (["launch", "process"] if stage is SPEC_V2 else commit)
     assert trace["clock"] == "host"
     for step in trace["steps"]:
-        split = split_of(step)
-        assert sum(split.values()) == pytest.approx(step["end_us"] - step["start_us"], abs=1)
-        assert split["host"] > 0 and "commit" not in split
+        split, total = split_of(step), step["end_us"] - step["start_us"]
+        assert not {"commit", "launch", "process"} & set(split)
+        if stage is SPEC_V2:  # the work of a step may have begun while the result before was processed
+            assert split["host"] >= 0 and sum(split.values()) >= total - 1
+        else:
+            assert split["host"] > 0 and sum(split.values()) == pytest.approx(total, abs=1)
+
+
+def spans(trace: dict, phase: str) -> list[tuple[float, float]]:
+    """Start and end of a phase in every step."""
+    found = (p for step in trace["steps"] for p in step["phases"] if p["name"] == phase)
+    return [(p["start_us"], p["end_us"]) for p in found]
+
+
+def in_table(trace: dict) -> str:
+    """All rounds as the site has them in words."""
+    return "".join(f"| {' | '.join(line(e, s, trace))} |\n" for s in trace["steps"] for e in s["requests"])
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_step_is_launched_before_the_last_result_is_processed(tiny_flags, overlaps) -> None:
+    """And the round that was launched for requests that had ended is there, and nobody's."""
+    flags = {"disable_overlap_schedule": not overlaps}
+    with watched(tiny_flags, "tree", SPEC_V2, **flags) as (engine, growth):
+        trace = whole(record(engine, growth, PROMPTS, 14, ignore_eos=True))
+        Probe(engine).check_idle()
+    validate(trace)
+    launches, results = spans(trace, "launch"), spans(trace, "process")
+    assert len(launches) == len(results) == len(trace["steps"]) > 4
+    for step, (result, later) in enumerate(zip(results, launches[1:], strict=False)):
+        assert (later[1] <= result[0]) if overlaps else (result[1] <= later[0]), step
+    assert [not step["requests"] for step in trace["steps"]].count(True) == int(overlaps)
+    assert bool(trace["steps"][-1]["requests"]) is not overlaps
+    assert [line.plain for line in timeline(trace, False)][-1].rstrip().endswith("late") is overlaps
+    # Reserved are two rounds beyond S, or more where a page or a round before has taken more.
+    rounds = entries(trace, "verify")
+    assert "| 8 of those reserved, 1 kept |" in in_table(trace)
+    assert all(entry["reserved"] >= entry["seq_len"] + 2 * 8 - (8 if overlaps else 0) for entry in rounds)
+
+
+def test_a_late_round_of_one_request_is_not_told_of_the_others(tiny_flags) -> None:
+    """Answers of three lengths: rows whose request has ended run once more, beside those that go on."""
+    with watched(tiny_flags, "tree", SPEC_V2, max_running_requests=3) as (engine, growth):
+        real = engine.generate
+
+        def generate(**more):
+            params = more.pop("sampling_params")
+            lengths = [{**params, "max_new_tokens": count} for count in (4, 9, 14)]
+            return real(**more, sampling_params=lengths)
+
+        engine.generate = generate
+        trace = whole(record(engine, growth, PROMPTS, 14, ignore_eos=True))
+    validate(trace)
+    assert [len(request["output_ids"]) for request in trace["requests"]] == [4, 9, 14]
+    counts = [len(step["requests"]) for step in trace["steps"]]
+    assert counts == sorted(counts, reverse=True) and {3, 1, 0} <= set(counts)
+
+
+def test_a_plug_in_without_a_draft_model(plug_in, monkeypatch) -> None:
+    """Its `draft` shows the tree. A method that shows none is refused, but for times and tokens."""
+    with SPEC_V2.open(**plug_in, max_total_tokens=2048) as engine:
+        trace = whole(record(engine, Growth(), PROMPTS, 14, ignore_eos=True))
+        validate(trace)
+        assert all(entry["parents"] == [-1, 0, 1, 2] for entry in entries(trace, "verify"))
+        assert {"draft", "verify"} <= {phase["name"] for phase in trace["steps"][2]["phases"]}
+        engine.flush_cache()
+        worker = engine.scheduler.draft_worker
+        hidden, shown = worker.draft, type(worker).forward_batch_generation
+        monkeypatch.setattr(worker, "forward_batch_generation", lambda *args: shown(Renamed(worker), *args))
+
+        class Renamed:
+            """The worker, with another name for its `draft`."""
+
+            def __init__(self, worker):
+                self.__dict__ |= vars(worker) | {"draft": hidden}
+
+            def __getattr__(self, name):
+                return getattr(worker, name)
+
+        with pytest.raises(BadInput, match="RepeatWorker shows no tree"):
+            record(engine, Growth(), PROMPTS, 14, ignore_eos=True)
+        engine.flush_cache()
+        trace = whole(record(engine, Growth(), PROMPTS, 14, has_trees=False, ignore_eos=True))
+    validate(trace)
+    assert entries(trace, "verify") and not any("tree" in entry for entry in entries(trace, "verify"))
 
 
 def test_slots_are_those_that_the_tokens_keep(recorded) -> None:
-    shape, trace, _ = recorded
+    stage, shape, trace, _ = recorded
     for entry in entries(trace, "verify"):
         kept = len(entry["tokens"])
-        if shape == "pages":  # position fixes the slot, so the KV was moved
+        if shape == "pages" or stage is SPEC_V2:  # position fixes the slot, so the KV was moved
             assert entry["kept_slots"] == entry["slots"][:kept]
+        if shape == "pages":
             assert all(slot % 4 == (entry["seq_len"] + i) % 4 for i, slot in enumerate(entry["slots"]))
-        else:
+        elif stage is PART4:
             assert entry["kept_slots"] == [entry["slots"][node] for node in entry["path"][:kept]]
 
 
 def test_every_proposal_is_in_the_recording(recorded) -> None:
-    shape, trace, _ = recorded
+    stage, shape, trace, _ = recorded
     steps, topk, n = (
         SHAPES[shape].get(f"speculative_{name}") for name in ("num_steps", "eagle_topk", "num_draft_tokens")
     )
@@ -129,7 +222,8 @@ def test_every_proposal_is_in_the_recording(recorded) -> None:
         assert len(found["tokens"]) == topk + (steps - 1) * topk**2 and len(found["nodes"]) == n
         assert found["parents"][:topk] == [-1] * topk
         assert len(set(found["parents"])) == 1 + (steps - 1) * topk  # the root and every beam
-        assert len(entry["draft_slots"]) == topk * (steps - 1)
+        # Slots that are reserved are the drafts' first, and then the tree's.
+        assert len(entry["draft_slots"]) == (0 if stage is SPEC_V2 else topk * (steps - 1))
     for step in trace["steps"]:  # drafting gave its slots back, so verifying takes the same ones
         for drafted, verified in zip(slots_of(step, "draft_slots"), slots_of(step, "slots"), strict=False):
             assert drafted == verified or shape == "pages"
@@ -141,7 +235,7 @@ def slots_of(step: dict, name: str) -> list[int]:
 
 
 def test_the_prefix_cache_is_recorded_when_it_changes(recorded) -> None:
-    shape, trace, results = recorded
+    stage, shape, trace, results = recorded
     shown = [step["cache"] for step in trace["steps"] if "cache" in step]
     assert 1 < len(shown) < len(trace["steps"])
     last = shown[-1]
@@ -259,6 +353,10 @@ def lost_token(trace: dict) -> None:
     first(trace)["tokens"].pop()
 
 
+def other_summary(trace: dict) -> None:
+    trace["summary"]["idle_share"] += 0.01
+
+
 def shared_slot(trace: dict) -> None:
     entry = first(trace)
     entry["slots"][1] = entry["slots"][0]
@@ -335,6 +433,7 @@ def stolen_slot(trace: dict) -> None:
         (back_in_time, "it does not follow the step before"),
         (phase_outside, "commit lies outside its place in time"),
         (new_version, "version 2, not fledge-trace version 1"),
+        (other_summary, "its summary is not what its steps give"),
         (miscounted, "the engine counted something else"),
         (no_parents, "KeyError: 'parents'"),
     ],
@@ -344,6 +443,49 @@ def test_what_is_wrong_is_found(tree, harm, problem) -> None:
     harm(broken)
     with pytest.raises(BadInput, match=re.escape(problem)):
         validate(broken)
+
+
+def test_a_result_that_was_processed_inside_a_launch_is_refused(tiny_flags) -> None:
+    with watched(tiny_flags, "chain", SPEC_V2) as (engine, growth):
+        trace = whole(record(engine, growth, PROMPTS[:1], 14, ignore_eos=True))
+    validate(trace)
+    begins = {p["name"]: p for p in trace["steps"][3]["phases"]}["launch"]["start_us"]
+    for phase in trace["steps"][2]["phases"]:
+        if phase["name"] == "process":
+            phase["start_us"] = begins
+    with pytest.raises(BadInput, match="process of step 2 begins inside launch of step 3"):
+        validate(trace)
+
+
+# how idle a round is
+
+
+def step_of(kind: str, requests: int, *spans: tuple[str, float, float], on_device: bool = True) -> dict:
+    phases = [
+        {"name": name, "start_us": a - 5, "end_us": a - 4, "device_us": [a, b]}
+        if on_device
+        else {"name": name, "start_us": a, "end_us": b, "device_us": None}
+        for name, a, b in spans
+    ]
+    return {"kind": kind, "requests": [{}] * requests, "phases": phases}
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_idle_is_what_no_phase_of_the_device_fills(on_device) -> None:
+    host = ("process", 0.0, 1e6)  # the host's phases are not looked at
+    steps = [
+        step_of("prefill", 2, ("prefill", 0, 50), on_device=on_device),
+        step_of("verify", 2, ("draft", 60, 70), ("verify", 70, 100), on_device=on_device),
+        # 30 before the draft, 5 before the verification, which overlaps with the draft extend
+        step_of("verify", 2, ("draft", 130, 140), ("verify", 145, 175), ("draft extend", 170, 180), host,
+                on_device=on_device),
+        # 10 and nothing
+        step_of("verify", 2, host, ("draft", 190, 200), ("verify", 200, 220), on_device=on_device),
+        step_of("verify", 1, ("draft", 500, 510), ("verify", 510, 520), on_device=on_device),  # one has ended
+    ]  # fmt: skip
+    assert gaps(steps) == [(80, 35), (40, 10)]
+    assert idle_summary(steps) == {"rounds": 2, "round_us": 60, "idle_us": 22.5, "idle_share": 0.375}
+    assert idle_summary(steps[:2]) is None
 
 
 # the timeline
@@ -395,6 +537,24 @@ def test_the_command_records_prints_and_shows_again(fledge, tiny_options, tmp_pa
     assert again.exit_code == 0 and again.stdout == done.stdout.replace(f"written to {path}\n", "")
 
 
+@pytest.mark.parametrize("name", ["part4_worker", "spec_v2"])
+def test_a_batch_is_timed_without_its_trees(fledge, tiny_options, tmp_path, name) -> None:
+    path = tmp_path / "t.json"
+    words = ["--batch", 5, "--max-new-tokens", 9, "--ignore-eos", "--out", path]
+    done = fledge("trace", name, *words, *tiny_options)
+    assert done.exit_code == 0, done.output
+    trace = load_trace(path)
+    assert trace["engine"]["flags"]["max_running_requests"] == len(trace["requests"]) == 5
+    assert len({tuple(request["prompt_ids"]) for request in trace["requests"]}) == 5
+    rounds = entries(trace, "verify")
+    assert rounds and all(set(entry) == {"request", "seq_len", "path", "tokens"} for entry in rounds)
+    assert all("cache" not in step for step in trace["steps"])
+    idle = trace["summary"]
+    assert 0 < idle["idle_share"] < 1 and idle["rounds"] > 0
+    assert f"no phase runs for {idle['idle_share']:.1%}: medians " in done.stdout
+    assert "prompts of its own" in fledge("trace", name, "a", *words).stderr
+
+
 def test_bad_input_is_one_sentence(fledge, tiny_options, tmp_path) -> None:
     (tmp_path / "t.json").write_text("{}")
     for words, sentence in (
@@ -416,12 +576,17 @@ def test_committed_traces_are_valid() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("stage", [PART4, SPEC_V2], ids=lambda stage: stage.name)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_phases_have_a_time_on_the_device(tiny_flags, shape) -> None:
-    with watched({**tiny_flags, "device": "cuda"}, shape) as (engine, growth):
+def test_phases_have_a_time_on_the_device(tiny_flags, stage, shape) -> None:
+    with watched({**tiny_flags, "device": "cuda"}, shape, stage) as (engine, growth):
         trace = whole(record(engine, growth, PROMPTS, 14, ignore_eos=True))
     validate(trace)
+    assert trace["summary"]["rounds"] > 0
+    works = [work_of(step) for step in trace["steps"]]
+    assert all(work and all(end > start for start, end in work) for work in works)
+    order = [span for work in works for span in work]  # one stream, so one thing after the other
+    assert all(a[1] <= b[0] for a, b in zip(order, order[1:], strict=False))
     for step in trace["steps"]:
-        spans = [phase["device_us"] for phase in step["phases"] if phase["name"] != "commit"]
-        assert all(end > start for start, end in spans)
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+        host = {"commit", "launch", "process"}
+        assert all((phase["device_us"] is None) == (phase["name"] in host) for phase in step["phases"])

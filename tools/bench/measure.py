@@ -22,7 +22,10 @@ Around = Callable[..., Any]
 
 @dataclass
 class Cost:
-    """Forwards and seconds; `seconds` is by phase, without overlap, and need not add up to `total`."""
+    """Forwards and seconds; `seconds` is by phase, without overlap, and need not add up to `total`.
+
+    Of an engine that overlaps, phases are the device's, so `rest` is what the host took and nothing hid.
+    """
 
     total: float = 0.0
     target_forwards: int = 0
@@ -82,6 +85,40 @@ def draft_worker(engine: Any) -> Any | None:
     return getattr(engine.scheduler, "draft_worker", None)
 
 
+def processes_later(engine: Any) -> bool:
+    """Whether steps are launched first and their results processed from a queue; without overlap at once."""
+    return hasattr(engine.scheduler, "result_queue")
+
+
+def overlaps(engine: Any) -> bool:
+    """Whether the next step is launched before a result is processed."""
+    return processes_later(engine) and engine.get_server_info()["is_on"]["overlap_schedule"]
+
+
+def wait_for_forwards(engine: Any) -> None:
+    """Wait for what is launched, where the host does not do so within a step."""
+    if processes_later(engine):
+        engine.scheduler.forward_stream.synchronize()
+
+
+def most_tokens(engine: Any) -> int:
+    """The most that a request gets in one step."""
+    draft = draft_worker(engine)
+    if draft is None:
+        return 1
+    return 1 + (draft.max_path if processes_later(engine) else draft.speculative_num_steps)
+
+
+def prefill_watch(scheduler: Any) -> Callable[[], bool]:
+    """Called before a step; what it returns says after it whether the step's time went into a prefill.
+
+    That is a step that launches one, and one that waits for the result of one.
+    """
+    launched = scheduler.counters.forward_ct_prefill
+    waits = any(batch.forward_mode.is_extend() for batch, _ in getattr(scheduler, "result_queue", ()))
+    return lambda: waits or scheduler.counters.forward_ct_prefill > launched
+
+
 def steps_of(engine: Any) -> list[tuple[Any, str]]:
     """The methods that make a step: the scheduler's, or those that an offline loop goes through."""
     is_loop = hasattr(engine.scheduler, "decode")
@@ -94,7 +131,9 @@ def step_phases(engine: Any) -> Spots:
     if draft is None:
         return {"forward": [(scheduler.tp_worker, "forward_batch_generation")]}
     return {
-        "prefill": [(draft, "forward_target_extend"), (draft, "forward_draft_extend")],
+        "prefill": [
+            (draft, name) for name in ("forward_target_extend", "forward_draft_extend", "forward_extend")
+        ],
         "draft": [(draft, "draft"), (scheduler, "draft")],
         "verify": [(draft, "verify")],
         "draft extend": [(draft, "forward_draft_extend_after_decode")],
@@ -104,9 +143,12 @@ def step_phases(engine: Any) -> Spots:
 
 def model_forwards(engine: Any) -> Spots:
     """The forwards of the target and of the draft; the rest is what the host does around them."""
-    spots = {"target": [(engine.scheduler.tp_worker.model_runner, "forward")]}
-    if (draft := draft_worker(engine)) is not None:
-        spots["draft"] = [(draft.draft_model_runner, "forward")]
+    scheduler, draft = engine.scheduler, draft_worker(engine)
+    spots = {"target": [(scheduler.tp_worker.model_runner, "forward")]}
+    if draft is not None:
+        # A method may have several draft models, or none.
+        runners = draft.model_runners[1:] if processes_later(engine) else [draft.draft_model_runner]
+        spots["draft"] = [(runner, "forward") for runner in runners]
     return spots
 
 
@@ -142,10 +184,13 @@ def _wrapped(owner: Any, name: str, phase: str, around: Around) -> Iterator[None
 def measure(engine: Any, spots: Spots, counters: bool = False) -> Iterator[Cost]:
     """Fill a Cost with what the engine does inside the block.
 
-    `counters` adds the engine's own phases, "schedule" and "process". On a GPU each method is waited for, or
-    its time would be that of launching it: the split is right then, and the total a little too long.
+    `counters` adds the engine's own phases, "schedule" and "process", unless they overlap with the others. On
+    a GPU each method is waited for, or its time would be that of launching it: the split is right then, and
+    the total a little too long. Where waiting would undo an overlap, events on the stream are read instead.
     """
-    cost, synchronize = Cost(seconds=dict.fromkeys(spots, 0.0)), synchronizer(engine)
+    cost, synchronize, is_over = Cost(seconds=dict.fromkeys(spots, 0.0)), synchronizer(engine), False
+    hides, events = overlaps(engine), []
+    on_stream = hides and engine.get_server_info()["device"] == "cuda"
 
     def timed(phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -153,18 +198,33 @@ def measure(engine: Any, spots: Spots, counters: bool = False) -> Iterator[Cost]
             return method(*args, **kwargs)
         finally:
             synchronize()
-            cost.seconds[phase] += time.perf_counter() - start
+            if not is_over:  # of a step that was launched ahead, for requests that had ended
+                cost.seconds[phase] += time.perf_counter() - start
+
+    def noted(phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            end.record()
+            events.append((phase, begin, end))
 
     before = engine.get_server_info()
-    with wrap(spots, timed):
+    with wrap(spots, noted if on_stream else timed):
         start = time.perf_counter()
         yield cost
-        cost.total = time.perf_counter() - start
-    after = engine.get_server_info()
+        cost.total, is_over = time.perf_counter() - start, True
+        after = engine.get_server_info()
+    synchronize()
+    for phase, begin, end in events:
+        cost.seconds[phase] += begin.elapsed_time(end) / 1e3
     cost.target_forwards, cost.draft_forwards = (
         after["forward_ct"][model] - before["forward_ct"][model] for model in ("target", "draft")
     )
-    if counters:
+    if counters and not hides:
         for phase in ("schedule", "process"):
             cost.seconds[phase] = after[f"{phase}_seconds"] - before[f"{phase}_seconds"]
 
@@ -175,14 +235,16 @@ def timed_run(
     """Answer the prompts wave by wave, greedily, with nothing cached; each wave is sent at once."""
     scheduler, results = engine.scheduler, []
     engine.flush_cache()
-    prefill_seconds = 0.0
+    prefill_seconds, steps = 0.0, 0
 
     def step(phase: str, method: Callable[..., Any], *args: Any) -> Any:
-        nonlocal prefill_seconds
-        before, start = scheduler.counters.forward_ct_prefill, time.perf_counter()
+        nonlocal prefill_seconds, steps
+        is_prefill, start = prefill_watch(scheduler), time.perf_counter()
         result = method(*args)
-        if scheduler.counters.forward_ct_prefill > before:
+        if is_prefill():
             prefill_seconds += time.perf_counter() - start
+        elif result is not False:
+            steps += 1
         return result
 
     with wrap({"step": steps_of(engine)}, step):
@@ -190,7 +252,7 @@ def timed_run(
         for prompts in waves:
             results += generate(engine, prompts, new_tokens, ignore_eos=ignore_eos)
         seconds = time.perf_counter() - start
-    return Run.of(results, seconds, prefill_seconds, scheduler.counters.forward_ct_decode), results
+    return Run.of(results, seconds, prefill_seconds, steps), results
 
 
 def synchronizer(engine: Any) -> Callable[[], None]:

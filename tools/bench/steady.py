@@ -16,7 +16,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .measure import draft_worker, model_forwards, step_phases, steps_of, wrap
+from .measure import (
+    model_forwards,
+    most_tokens,
+    overlaps,
+    prefill_watch,
+    step_phases,
+    steps_of,
+    wait_for_forwards,
+    wrap,
+)
 
 ROUNDS = 40  # at most; the first quarter is left out
 SAMPLES, REPLAYS = 5, 20
@@ -57,8 +66,8 @@ def steady(engine: Any, prompts: list[list[int]], new_tokens: int) -> Steady:
 
     `new_tokens` is the length of an answer, which limits the number of rounds.
     """
-    scheduler, draft = engine.scheduler, draft_worker(engine)
-    most = 1 if draft is None else 1 + draft.speculative_num_steps
+    scheduler = engine.scheduler
+    most = most_tokens(engine) * (1 + overlaps(engine))  # a step may be in flight
     measure_parts = _replays if engine.get_server_info()["device"] == "cuda" else _forwards
     found, ids = Steady(len(prompts)), [str(number) for number in range(len(prompts))]
     parts: Callable[[], Parts] | None = None
@@ -68,11 +77,11 @@ def steady(engine: Any, prompts: list[list[int]], new_tokens: int) -> Steady:
 
         def step(phase: str, method: Callable[..., Any], *args: Any) -> Any:
             nonlocal parts, left
-            prefills, start = scheduler.counters.forward_ct_prefill, time.perf_counter()
+            is_prefill, start = prefill_watch(scheduler), time.perf_counter()
             result = method(*args)
             # The way from one step to the next belongs to a round, what stands below does not.
             seconds = time.perf_counter() - start + (start - left)
-            is_decode = scheduler.counters.forward_ct_prefill == prefills
+            is_decode = not is_prefill()
             batch = args[0] if args and is_decode else scheduler.running_batch  # a loop hands on its own
             running = [req for req in batch.reqs if not req.finished()]
             # An offline loop goes on to the end, though all that is wanted of it is known.
@@ -81,8 +90,10 @@ def steady(engine: Any, prompts: list[list[int]], new_tokens: int) -> Steady:
                     found.rounds.append(seconds)
                     room = min(new_tokens - len(req.output_ids) for req in running)
                     if len(found.rounds) == ROUNDS or room <= 2 * most:
+                        wait_for_forwards(engine)  # whole rounds, where they are launched ahead
                         parts = recording.enter_context(measure_parts(engine))
                 else:
+                    wait_for_forwards(engine)
                     found.context = max(len(req.origin_input_ids) + len(req.output_ids) for req in running)
                     _fill(found, parts())
                     for rid in ids:

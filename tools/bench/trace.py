@@ -15,8 +15,18 @@ from rich.text import Text
 from ..json_files import write
 from ..provenance import provenance, sources_sha256
 from .engine_flags import command
-from .stages_door import BadInput, encode_prompts, merge_flags, refuse_ranks, resolve_stage, shape_name
+from .prompt_sets import load_sets, waves
+from .stages_door import (
+    BadInput,
+    encode_prompts,
+    merge_flags,
+    pool_flags,
+    refuse_ranks,
+    resolve_stage,
+    shape_name,
+)
 from .trace_format import Trace, load_trace, validate
+from .trace_idle import idle_summary
 
 # Phase → its letter and colour in the timeline; whatever a step has besides is the host's.
 LOOK = {
@@ -65,10 +75,14 @@ def timeline(trace: Trace, coloured: bool) -> Iterator[Text]:
 
 
 def _accepted(step: dict[str, Any]) -> str:
-    """Accepted and proposed drafts of all requests, "3/7"."""
+    """Accepted and proposed drafts of all requests, "3/7"; "late" where all had ended before the result."""
     if step["kind"] != "verify":
         return ""
+    if not step["requests"]:
+        return "late"
     accepted = sum(len(entry["path"]) - 1 for entry in step["requests"])
+    if "tree" not in step["requests"][0]:
+        return str(accepted)
     return f"{accepted}/{sum(len(entry['tree']) - 1 for entry in step['requests'])}"
 
 
@@ -81,11 +95,18 @@ def summary(trace: Trace) -> list[str]:
         tokens = sum(len(entry["tokens"]) for step in steps for entry in step["requests"])
         rows = sum(len(step["requests"]) for step in steps)
         length = statistics.median(step["end_us"] - step["start_us"] for step in steps)
-        lines.append(f"{len(steps)} {what} of {length / 1e3:.3f} ms, {tokens / rows:.2f} tokens each")
+        each = f", {tokens / rows:.2f} tokens each" if rows else ""
+        lines.append(f"{len(steps)} {what} of {length / 1e3:.3f} ms{each}")
         splits = [split_of(step) for step in steps]
         parts = [(name, statistics.median(split.get(name, 0.0) for split in splits)) for name in splits[0]]
         whose = "on the device" if trace["clock"] == "device" else "on the clock"
         lines.append(f"medians {whose}: " + ", ".join(f"{name} {us:.0f} µs" for name, us in parts))
+    if idle := idle_summary(trace["steps"]):
+        who = "the GPU is idle" if trace["clock"] == "device" else "no phase runs"
+        lines.append(
+            f"between the end of one round's work and that of the next {who} for {idle['idle_share']:.1%}: "
+            f"medians {idle['idle_us']:.0f} of {idle['round_us']:.0f} µs in {idle['rounds']} rounds"
+        )
     return lines
 
 
@@ -115,27 +136,38 @@ def trace(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of each answer.")] = 64,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write on past the end of turn.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Leave the chat template out.")] = False,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many held-out prompts instead; times and tokens only, no trees."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the trace to this file.")] = None,
     engine_flags: dict[str, Any] | None = None,
 ) -> None:
     """Record draft, verify, draft extend and host time of every round, with its tree and accepted path.
 
-    Prints a timeline; --out keeps the recording (docs/data/traces/README.md describes it). All prompts are
-    one batch, decoded greedily.
+    Prints a timeline and for how much of a round the device is idle; --out keeps the recording
+    (docs/data/traces/README.md describes it). All prompts are one batch, decoded greedily.
     """
     console = Console(highlight=False)
     if Path(stage).is_file():
-        if prompts or engine_flags or out:
+        if prompts or engine_flags or out or batch:
             raise BadInput(f"{stage} is a recorded trace: give it alone to see it, or a stage to record one.")
         show(load_trace(Path(stage)), console)
         return
     found = resolve_stage(stage)
+    if batch and prompts:
+        raise BadInput(f"--batch {batch} has prompts of its own: leave it out, or yours.")
+    if batch:
+        (prompts,) = waves(load_sets()["held-out"].questions, batch)[:1]
     if not prompts:
         raise BadInput(f'Give at least one prompt: fledge trace {stage} "What is the capital of France?"')
     from .trace_record import record
     from .trace_trees import Growth
 
-    flags = merge_flags(found, engine_flags or {})
+    given = engine_flags or {}
+    flags = merge_flags(found, ({"max_running_requests": batch} if batch else {}) | given)
+    if batch:
+        flags = pool_flags(flags, batch, max_new_tokens)
     refuse_ranks(flags, "trace")
     with Growth().watching(found.package()) as growth:
         with Console(stderr=True).status(f"loading {found.name}"):
@@ -143,7 +175,9 @@ def trace(
         with engine:
             info = engine.get_server_info()
             ids = encode_prompts(engine.tokenizer, prompts, raw)
-            recorded = record(engine, growth, ids, max_new_tokens, ignore_eos=ignore_eos)
+            recorded = record(
+                engine, growth, ids, max_new_tokens, has_trees=batch is None, ignore_eos=ignore_eos
+            )
     for request, prompt in zip(recorded["requests"], prompts, strict=True):
         request["prompt"] = prompt
     body = {name: recorded.pop(name) for name in ("pieces", "requests", "steps")}

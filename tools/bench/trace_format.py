@@ -6,17 +6,21 @@ for whoever plays the trace.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .stages_door import BadInput
+from .trace_idle import idle_summary
 
 FORMAT, VERSION = "fledge-trace", 1
 
 KINDS = ("prefill", "decode", "verify")
 PHASES = ("prefill", "draft prefill", "forward", "draft", "verify", "draft extend", "commit")
+# Of the scheduler, where a step's result may be processed behind the next step's launch.
+HOST_PHASES = ("launch", "process")
 
 Trace = dict[str, Any]
 
@@ -51,6 +55,9 @@ def _problems(trace: Trace) -> Iterator[str]:
     written: list[list[int]] = [[] for _ in trace["requests"]]
     rounds: list[list[int]] = [[] for _ in trace["requests"]]
     before = 0.0
+    yield from _host_problems(trace["steps"])
+    if "summary" in trace and trace["summary"] != idle_summary(trace["steps"]):
+        yield "its summary is not what its steps give"
     for number, step in enumerate(trace["steps"]):
         for problem in _step_problems(step, trace, before):
             yield f"step {number}: {problem}"
@@ -75,18 +82,35 @@ def _problems(trace: Trace) -> Iterator[str]:
             yield f"the rounds of request {number} accept {counted}, the engine counted something else"
 
 
+def _host_problems(steps: list[dict[str, Any]]) -> Iterator[str]:
+    """One thread does all of it."""
+    host = sorted(
+        (phase["start_us"], phase["end_us"], phase["name"], number)
+        for number, step in enumerate(steps)
+        for phase in step["phases"]
+        if phase["name"] in HOST_PHASES
+    )
+    for before, after in itertools.pairwise(host):
+        if before[1] > after[0]:
+            yield f"{after[2]} of step {after[3]} begins inside {before[2]} of step {before[3]}"
+
+
 def _step_problems(step: dict[str, Any], trace: Trace, before: float) -> Iterator[str]:
     if step["kind"] not in KINDS:
         yield f"its kind is {step['kind']!r}"
     if not before <= step["start_us"] <= step["end_us"]:
         yield "it does not follow the step before"
-    at = step["start_us"]
+    host = [phase for phase in step["phases"] if phase["name"] in HOST_PHASES]
+    # Work that is launched ahead may be done while the step before is still on the host.
+    start = host[0]["start_us"] if host else step["start_us"]
+    at = dict.fromkeys((True, False), start)
     for phase in step["phases"]:
-        if phase["name"] not in PHASES:
+        if phase["name"] not in PHASES + HOST_PHASES:
             yield f"there is no phase {phase['name']!r}"
-        if not at <= phase["start_us"] <= phase["end_us"] <= step["end_us"]:
+        track = phase["name"] in HOST_PHASES
+        if not at[track] <= phase["start_us"] <= phase["end_us"] <= step["end_us"]:
             yield f"{phase['name']} lies outside its place in time"
-        at = phase["end_us"]
+        at[track] = phase["end_us"]
         device = phase["device_us"]
         if device is not None and (trace["clock"] == "host" or not device[0] <= device[1]):
             yield f"{phase['name']} has no such time on the device"
@@ -102,9 +126,17 @@ def _entry_problems(entry: dict[str, Any], kind: str, trace: Trace, written: lis
     if entry["seq_len"] != len(request["prompt_ids"]) + len(written) - 1:
         yield f"seq_len {entry['seq_len']} is not what prompt and output give"
     if kind == "decode":
-        if len(tokens) > 1 or len(entry["slots"]) != 1:
+        if len(tokens) > 1 or len(entry.get("slots", [0])) != 1:
             yield "a decode step gives one token and takes one slot"
         return
+    if not 0 < len(tokens) <= len(entry["path"]):
+        yield f"{len(tokens)} tokens came of a path of {len(entry['path'])}"
+    if "tree" in entry:  # else only times and tokens were recorded
+        yield from _tree_problems(entry, trace, written)
+
+
+def _tree_problems(entry: dict[str, Any], trace: Trace, written: list[int]) -> Iterator[str]:
+    request, tokens = trace["requests"][entry["request"]], entry["tokens"]
     tree, parents, path = entry["tree"], entry["parents"], entry["path"]
     if not len(tree) == len(parents) == len(entry["slots"]):
         yield "tokens, parents and slots of the tree differ in number"
@@ -114,8 +146,6 @@ def _entry_problems(entry: dict[str, Any], kind: str, trace: Trace, written: lis
         yield "a node stands before its parent"
     if path[:1] != [0] or any(parents[b] != a for a, b in zip(path, path[1:], strict=False)):
         yield "the accepted path is no path from the root"
-    if not 0 < len(tokens) <= len(path):
-        yield f"{len(tokens)} tokens came of a path of {len(path)}"
     if any(tree[node] != token for node, token in zip(path[1:], tokens, strict=False)):
         yield "the tokens are not those of the path"
     if len(entry["kept_slots"]) != len(tokens) or not set(entry["kept_slots"]) <= set(entry["slots"]):

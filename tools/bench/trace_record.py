@@ -1,22 +1,32 @@
 """Records what an engine does, step by step, without a line of code in it.
 
-The phases are methods that have upstream's names in every stage; they are wrapped. On a GPU an event is
-recorded before and after each, so the device's time is known without waiting for it. A tree stands in buffers
-that the next round overwrites: it is copied on the device, behind the end of its step, and read when all is
-over. Nothing else is added to a step. An offline loop's steps are its prefill and its rounds.
+The phases are methods that have upstream's names in every stage; they are wrapped. On a GPU events are
+recorded around each, on the stream that it launches on, so the device's time is known without waiting for it.
+A tree stands in buffers that the next round overwrites: it is copied on the device, behind the end of its
+step, and read when all is over. Nothing else is added to a step.
+
+There are two kinds of engines. In one a step ends with its result (here; an offline loop's steps are its
+prefill and its rounds). In the other the scheduler launches a step and processes its result later, perhaps
+after the next launch: trace_launches.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from .measure import Spots, draft_worker, steps_of, synchronizer, wrap
+import numpy as np
+
+from .measure import Around, Spots, draft_worker, processes_later, steps_of, synchronizer, wrap
+from .stages_door import BadInput, generate
 from .trace_cache import cache_nodes
 from .trace_format import FORMAT, VERSION, Trace
-from .trace_trees import Growth, candidates_of
+from .trace_idle import idle_summary
+from .trace_trees import Growth, candidates_of, parents_of
 
 ON_DEVICE = ("prefill", "draft prefill", "forward", "draft", "verify", "draft extend")
 
@@ -26,56 +36,126 @@ def trace_phases(engine: Any) -> Spots:
     scheduler, draft = engine.scheduler, draft_worker(engine)
     if draft is None:
         return {"forward": [(scheduler.tp_worker, "forward_batch_generation")]}
+    prefill, drafter = (draft, "forward_target_extend"), draft
+    if processes_later(engine):  # the worker is composed of two; the draft's is None where nothing is loaded
+        prefill, drafter = (draft.target_worker, "forward_and_sample"), draft.draft_worker
     return {
-        "prefill": [(draft, "forward_target_extend")],
-        "draft prefill": [(draft, "forward_draft_extend")],
+        "prefill": [prefill],
+        "draft prefill": [(drafter, "forward_draft_extend")],
         "draft": [(draft, "draft"), (scheduler, "draft")],
-        "verify": [(draft, "verify")],
+        "verify": [(draft, "verify" if hasattr(draft, "verify") else "target_forward")],
         "draft extend": [(draft, "forward_draft_extend_after_decode")],
         "commit": [(draft, "commit"), (scheduler, "commit")],
     }
 
 
-class Recorder:
-    """Collects the steps of the requests whose ids are "0", "1" …; times in µs since the recording began."""
+@dataclass
+class Recorded:
+    """A step while it is recorded; `step` is what the trace will say, without what is read at the end.
 
-    def __init__(self, engine: Any, growth: Growth):
-        self.scheduler, self.growth = engine.scheduler, growth
+    `columns` are fields of the entries of `reqs`, a value for each. `rows` are theirs in the batch, and so in
+    `tree`, which holds copies on the device. `written` is where in a request's output its tokens stand.
+    """
+
+    step: dict[str, Any]
+    rows: Sequence[int] = ()
+    reqs: Sequence[Any] = ()
+    written: list[tuple[int, int]] = field(default_factory=list)
+    columns: dict[str, Any] = field(default_factory=dict)
+    tree: list[Any] = field(default_factory=list)
+
+    def take(self, rows: Sequence[int], reqs: Sequence[Any], before: list[int], **columns: Any) -> None:
+        """Note what the step gave to requests that had `before` output tokens."""
+        self.rows, self.reqs, self.columns = rows, reqs, columns
+        self.written = [(start, len(req.output_ids)) for start, req in zip(before, reqs, strict=True)]
+
+    def entries(self, topk: int | None) -> list[dict[str, Any]]:
+        """The step's `requests`, once the device has done all."""
+        found = []
+        for i, (req, (start, end)) in enumerate(zip(self.reqs, self.written, strict=True)):
+            entry = {"request": int(req.rid)}
+            entry |= {name: np.asarray(column[i]).tolist() for name, column in self.columns.items()}
+            entry["tokens"] = req.output_ids[start:end]
+            if "path" in entry:
+                entry["path"] = [node for node in entry["path"] if node >= 0]
+            if "kept_slots" in entry:
+                entry["kept_slots"] = entry["kept_slots"][: end - start]
+            found.append(entry)
+        if self.tree:
+            read = list(zip(*(copy.tolist() for copy in self.tree), strict=False))
+            for entry, row in zip(found, self.rows, strict=True):
+                entry.update(_tree_fields(*read[row], topk=topk))
+        return found
+
+
+def _tree_fields(
+    nodes: list[list[int]], slots: list[int], scratch: list[int], *candidates: list, topk: int | None
+) -> dict[str, Any]:
+    tokens, *links = nodes
+    fields = {"draft_slots": scratch, "tree": tokens}
+    fields["parents"] = parents_of(*links) if links else list(range(-1, len(tokens) - 1))  # a chain
+    if slots:
+        fields["slots"] = slots
+    if candidates:
+        fields["candidates"] = candidates_of(tokens, *candidates, topk)
+    return fields
+
+
+class Recorder(ABC):
+    """Collects the steps of the requests whose ids are "0", "1" …; times in µs since the recording began.
+
+    Args:
+        engine: of any stage.
+        growth: watches its trees since before it was opened.
+        has_trees: record trees, slots and the prefix cache too, and not only times and tokens.
+    """
+
+    def __init__(self, engine: Any, growth: Growth, has_trees: bool = True):
+        self.engine, self.scheduler, self.growth, self.has_trees = engine, engine.scheduler, growth, has_trees
         self.is_speculative = draft_worker(engine) is not None
         self.synchronize = synchronizer(engine)
         self.is_cuda = engine.get_server_info()["device"] == "cuda"
-        self.steps: list[dict[str, Any]] = []
-        self.phases: list[dict[str, Any]] = []
-        self.rounds: list[dict[str, Any]] = []
-        self.tree: tuple[Any, Any] | None = None  # what `draft` returned, and S of each request then
+        self.found: list[Recorded] = []
+        self.current: Recorded | None = None  # whose phases run now
+        self.verify_input: Any = None  # its tree
+        self.span: list[Any] = []  # events at the beginning of the phase that runs
         self.cache: list[dict[str, Any]] = []  # the prefix cache after the last step
-        # Entries of rounds whose trees are still on the device, each with copies of what `_copy_tree` names.
-        self.unread: list[tuple[list[dict[str, Any]], list[Any]]] = []
+
+    @abstractmethod
+    def wraps(self) -> Iterator[tuple[Spots, Around]]:
+        """What is wrapped beside the phases; what comes later stands around what came before."""
 
     @contextmanager
-    def recording(self, engine: Any) -> Iterator[None]:
-        """Record every step inside the block."""
+    def recording(self) -> Iterator[None]:
+        """Record every step inside the block; `steps` are there behind it."""
         self.synchronize()
         self.start, self.base = time.perf_counter(), self._event()
-        with wrap({"step": steps_of(engine)}, self._step), wrap(trace_phases(engine), self._phase):
+        with ExitStack() as stack:
+            stack.enter_context(wrap(trace_phases(self.engine), self._phase))
+            for spots, around in (*self._graphs(), *self.wraps()):
+                stack.enter_context(wrap(spots, around))
             yield
+            # Requests that have ended take part in one step more, whose result nobody waits for.
+            while getattr(self.scheduler, "result_queue", ()):
+                self.scheduler.step()
         self.synchronize()
-        for entries, copies in self.unread:
-            for entry, *row in zip(entries, *(copy.tolist() for copy in copies), strict=True):
-                [tokens, *links], entry["draft_slots"], *candidates = row
-                parents = parents_of(*links) if links else list(range(-1, len(tokens) - 1))  # a chain
-                entry.update(tree=tokens, parents=parents)
-                if candidates:
-                    entry["candidates"] = candidates_of(tokens, *candidates, self.scheduler.draft_worker.topk)
-        for step in self.steps:
-            for phase in step["phases"]:
+        worker = draft_worker(self.engine)
+        topk = getattr(getattr(worker, "draft_worker", None) or worker, "topk", None)
+        for found in self.found:
+            found.step["requests"] = found.entries(topk)
+            found.step["phases"].sort(key=lambda phase: phase["start_us"])
+            for phase in found.step["phases"]:
                 if events := phase["device_us"]:
                     phase["device_us"] = [round(self.base.elapsed_time(event) * 1e3, 1) for event in events]
+        self.steps = [found.step for found in self.found]
+
+    # ---- for both kinds ----
 
     def _now(self) -> float:
         return round((time.perf_counter() - self.start) * 1e6, 1)
 
     def _event(self) -> Any:
+        """On the current stream, which is the one that the work is launched on."""
         if not self.is_cuda:
             return None
         import torch
@@ -84,112 +164,120 @@ class Recorder:
         event.record()
         return event
 
-    def _step(self, phase: str, method: Callable[..., Any], *args: Any) -> Any:
-        counters = self.scheduler.counters
-        reqs, prefills = list(self.scheduler.live_reqs), counters.forward_ct_prefill
-        before = [len(req.output_ids) for req in reqs]
-        self.phases, self.rounds = [], []
-        start = self._now()
-        result = method(*args)
-        if result is False:  # there was nothing to run
-            return result
-        step = {"kind": "decode", "start_us": start, "end_us": self._now(), "phases": self.phases}
-        new = {req.rid: req.output_ids[count:] for req, count in zip(reqs, before, strict=True)}
-        batch = self.scheduler.last_batch  # None in an offline loop
-        if self.rounds:
-            self._copy_tree()
-        step["free"] = self.scheduler.token_to_kv_pool_allocator.available_size()
-        if (cache := cache_nodes(self.scheduler.tree_cache)) != self.cache:
-            step["cache"] = self.cache = cache
-        if counters.forward_ct_prefill > prefills:
-            step["kind"] = "prefill"
-            rows = [(req, 0, len(req.origin_input_ids)) for req in reqs]  # of a loop, which shares nothing
-            if batch is not None:
-                rows = list(zip(batch.reqs, batch.prefix_lens, batch.seq_lens, strict=True))
-            step["requests"] = [
-                {"request": int(req.rid), "cached": int(prefix), "seq_len": int(end), "tokens": new[req.rid]}
-                for req, prefix, end in rows
-            ]
-        elif self.is_speculative:
-            step |= {"kind": "verify", "requests": self.rounds}
-        else:
-            step["requests"] = [
-                {
-                    "request": int(req.rid),
-                    "seq_len": int(seq_len),
-                    "slots": [int(slot)],
-                    "tokens": new[req.rid],
-                }
-                for req, seq_len, slot in zip(batch.reqs, batch.prefix_lens, batch.out_cache_loc, strict=True)
-            ]
-        self.steps.append(step)
-        return result
+    def _graphs(self) -> Iterator[tuple[Spots, Around]]:
+        if self.is_cuda:
+            import torch
+
+            yield {"replay": [(torch.cuda.CUDAGraph, "replay")]}, self._replay
+
+    def _replay(self, _: str, method: Callable[..., Any], *args: Any) -> Any:
+        """On the device a phase begins with its graph: while the host prepares that, the device may idle."""
+        if len(self.span) == 1:
+            self.span.append(self._event())
+        return method(*args)
 
     def _phase(self, phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if phase == "draft":
-            seq_lens = args[0].seq_lens.copy()
             self.growth.forget()
-        elif phase == "commit":
-            batch = args[0]
-            slots = batch.out_cache_loc.reshape(len(batch.reqs), -1).copy()
-            before = [len(req.output_ids) for req in batch.reqs]
         on_device = phase in ON_DEVICE and self.is_cuda
-        start, begin = self._now(), self._event() if on_device else None
+        start, self.span = self._now(), [self._event()] if on_device else []
         result = method(*args, **kwargs)
-        events = [begin, self._event()] if on_device else None
-        self.phases.append({"name": phase, "start_us": start, "end_us": self._now(), "device_us": events})
+        events, self.span = [self.span[-1], self._event()] if on_device else None, []
+        self._add(self.current, phase, start, self._now(), events)
         if phase == "draft":
-            self.tree = result, seq_lens
-        elif phase == "commit":
-            self.rounds = self._rounds(batch, slots, before, result)
+            self.verify_input = result
         return result
 
-    def _rounds(self, batch: Any, slots: Any, before: list[int], result: Any) -> list[dict[str, Any]]:
-        """What each request's round was, but for the tree; called when the step has read its result."""
-        _, seq_lens = self.tree
-        table = batch.req_to_token_pool.req_to_token_host
-        found = []
-        for i, req in enumerate(batch.reqs):
-            tokens, start = req.output_ids[before[i] :], int(seq_lens[i])
-            found.append(
-                {
-                    "request": int(req.rid),
-                    "seq_len": start,
-                    "draft_slots": [],
-                    "tree": [],
-                    "parents": [],
-                    "slots": slots[i].tolist(),
-                    "path": [int(node) for node in result.accept_index[i] if node >= 0],
-                    "kept_slots": table[req.req_pool_idx, start : start + len(tokens)].tolist(),
-                    "tokens": tokens,
-                }
-            )
-        return found
+    def _add(self, found: Recorded, phase: str, start: float, end: float, events: Any = None) -> None:
+        found.step["phases"].append({"name": phase, "start_us": start, "end_us": end, "device_us": events})
 
-    def _copy_tree(self) -> None:
+    def _state(self, step: dict[str, Any]) -> None:
+        """What the scheduler holds now that the step's result is in."""
+        step["free"] = self.scheduler.token_to_kv_pool_allocator.available_size()
+        if self.has_trees and (cache := cache_nodes(self.scheduler.tree_cache)) != self.cache:
+            step["cache"] = self.cache = cache
+
+    def _copy_tree(self, found: Recorded) -> None:
         """Copy, on the device, what the next round overwrites: of each request its tree and candidates."""
         import torch
 
-        verify_input, bs = self.tree[0], len(self.rounds)
+        tree = self.verify_input
+        if not hasattr(tree, "draft_token"):
+            worker = type(draft_worker(self.engine)).__name__
+            raise BadInput(
+                f"{worker} shows no tree, which `draft` would return: --batch records times and tokens alone."
+            )
         fields = ("draft_token", "retrieve_next_token", "retrieve_next_sibling")  # a chain has no links
-        found = [getattr(verify_input, name)[:bs] for name in fields if hasattr(verify_input, name)]
-        copies = [torch.stack(found, dim=1)]  # [bs, 3, n], [bs, 1, n] of a chain
-        # A chain's drafts may write where it is verified, and take no slots of their own.
-        scratch = getattr(verify_input.step, "draft_slots", verify_input.draft_token[:, :0])
-        copies.append(scratch[:bs].clone())
-        candidates = self.growth.of(verify_input.draft_token)
-        copies += [rows[:bs].clone() for rows in candidates or ()]  # scores, tokens, parents of blocks
-        self.unread.append((self.rounds, copies))
+        nodes = [getattr(tree, name) for name in fields if hasattr(tree, name)]
+        nothing = tree.draft_token[:, :0]
+        # Where slots are reserved the device alone knows which ones a round takes, and drafts write to them
+        # too. A chain's drafts may write where it is verified as well, and take no slots of their own.
+        slots = getattr(tree, "verify_slots", nothing)
+        scratch = getattr(tree.step, "draft_slots", nothing)
+        candidates = self.growth.of(tree.draft_token) or ()  # scores, tokens, parents of blocks
+        # Rows behind the batch's are padding, where there are some.
+        found.tree = [torch.stack(nodes, dim=1)]  # [bs, 3 or 1, n]
+        found.tree += [tensor.clone() for tensor in (slots, scratch, *candidates)]
 
 
-def parents_of(child: list[int], sibling: list[int]) -> list[int]:
-    """Each node's parent from first children and next siblings (-1: none); -1 for the root."""
-    parents = [-1] * len(child)
-    for node, below in enumerate(child):
-        while below >= 0:
-            parents[below] = node
-            below = sibling[below]
-    return parents
+class StepRecorder(Recorder):
+    """Of an engine whose step ends with its result."""
+
+    def wraps(self) -> Iterator[tuple[Spots, Around]]:
+        yield {"step": steps_of(self.engine)}, self._step
+
+    def _step(self, _: str, method: Callable[..., Any], *args: Any) -> Any:
+        scheduler = self.scheduler
+        reqs, prefills = list(scheduler.live_reqs), scheduler.counters.forward_ct_prefill
+        before = {req.rid: len(req.output_ids) for req in reqs}
+        found = self.current = Recorded({"kind": "decode", "start_us": self._now(), "phases": []})
+        result = method(*args)
+        if result is False:  # there was nothing to run
+            return result
+        found.step["end_us"] = self._now()
+        batch = scheduler.last_batch  # None in an offline loop
+        self._state(found.step)
+        if scheduler.counters.forward_ct_prefill > prefills:
+            found.step["kind"] = "prefill"
+            # Prompts of a loop share nothing.
+            cached, ends = [0] * len(reqs), [len(req.origin_input_ids) for req in reqs]
+            if batch is not None:
+                reqs, cached, ends = batch.reqs, batch.prefix_lens, batch.seq_lens
+            starts = [before[req.rid] for req in reqs]
+            found.take(range(len(reqs)), reqs, starts, cached=cached, seq_len=ends)
+        elif self.is_speculative:
+            found.step["kind"] = "verify"
+            if self.has_trees:
+                self._copy_tree(found)
+        else:
+            starts = [before[req.rid] for req in batch.reqs]
+            columns = {"seq_len": batch.prefix_lens}
+            if self.has_trees:
+                columns["slots"] = batch.out_cache_loc.reshape(-1, 1)
+            found.take(range(len(batch.reqs)), batch.reqs, starts, **columns)
+        self.found.append(found)
+        return result
+
+    def _phase(self, phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if phase != "commit":
+            return super()._phase(phase, method, *args, **kwargs)
+        batch = args[0]
+        reqs, starts = list(batch.reqs), batch.seq_lens.copy()
+        before = [len(req.output_ids) for req in reqs]
+        table, rows = batch.req_to_token_pool.req_to_token_host, batch.req_pool_indices
+        slots = batch.out_cache_loc.reshape(len(reqs), -1).copy()
+        result = super()._phase(phase, method, *args, **kwargs)
+        columns = {"seq_len": starts, "path": result.accept_index}
+        if self.has_trees:
+            columns |= {"slots": slots, "kept_slots": slots_from(table, rows, starts, slots.shape[1])}
+        self.current.take(range(len(reqs)), reqs, before, **columns)
+        return result
+
+
+def slots_from(table: np.ndarray, rows: np.ndarray, starts: np.ndarray, width: int) -> np.ndarray:
+    """Slots of `width` positions from `starts` [bs] on, [bs, width]; behind a row's end its last one."""
+    places = np.minimum(starts[:, None] + np.arange(width), table.shape[1] - 1)
+    return table[rows[:, None], places]
 
 
 def record(
@@ -198,6 +286,7 @@ def record(
     prompts: list[list[int]],
     new_tokens: int,
     warm_up_tokens: int = 8,
+    has_trees: bool = True,
     **params: Any,
 ) -> Trace:
     """Answer the prompts at once, greedily, and return the trace without its stage and provenance.
@@ -205,13 +294,13 @@ def record(
     The engine is warmed up on the same prompts first. `growth` has been watching since before the engine was
     opened. Raises BadInput for what the engine refuses.
     """
-    from .stages_door import generate
+    from .trace_launches import LaunchRecorder
 
     generate(engine, prompts, min(new_tokens, warm_up_tokens), **params)
     engine.flush_cache()
-    recorder = Recorder(engine, growth)
+    recorder = (LaunchRecorder if processes_later(engine) else StepRecorder)(engine, growth, has_trees)
     rids = [str(number) for number in range(len(prompts))]
-    with recorder.recording(engine):
+    with recorder.recording():
         results = generate(engine, prompts, new_tokens, rid=rids, **params)
     meta = ("finish_reason", "tokens_per_round", "spec_correct_drafts_histogram")
     requests = [
@@ -222,10 +311,12 @@ def record(
     used = {token for request in requests for token in request["prompt_ids"] + request["output_ids"]}
     rounds = [entry for step in recorder.steps for entry in step["requests"] if "tree" in entry]
     used |= {t for entry in rounds for t in entry["tree"] + entry.get("candidates", {}).get("tokens", [])}
+    clock = "device" if recorder.is_cuda else "host"
     return {
         "format": FORMAT,
         "version": VERSION,
-        "clock": "device" if recorder.is_cuda else "host",
+        "clock": clock,
+        "summary": idle_summary(recorder.steps),
         "pieces": {str(token): engine.tokenizer.decode([token]) for token in sorted(used)},
         "requests": requests,
         "steps": recorder.steps,

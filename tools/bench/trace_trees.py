@@ -74,3 +74,13 @@ def candidates_of(
         raise RuntimeError("the tree was not chosen from these candidates: what is held is not what was read")
     parents = [blocks[number // topk] for number in range(len(tokens))]
     return {"tokens": tokens, "scores": scores, "parents": parents, "nodes": [-1, *nodes]}
+
+
+def parents_of(child: list[int], sibling: list[int]) -> list[int]:
+    """Each node's parent from first children and next siblings (-1: none); -1 for the root."""
+    parents = [-1] * len(child)
+    for node, below in enumerate(child):
+        while below >= 0:
+            parents[below] = node
+            below = sibling[below]
+    return parents

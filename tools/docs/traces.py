@@ -53,12 +53,15 @@ def line(entry: dict[str, Any], step: dict[str, Any], trace: Trace) -> list[str]
         rows = entry["seq_len"] - entry["cached"]
         return [f"prefill of {rows} tokens, {entry['cached']} cached", "", "", text, "", ms]
     if step["kind"] == "decode":
-        return ["one forward", "", "", text, "1 taken", ms]
+        slots = "1 of those reserved" if "reserved" in entry else "1 taken"
+        return ["one forward", "", "", text, slots, ms]
     nodes, kept = len(entry["tree"]), len(entry["kept_slots"])
     proposed = str(nodes - 1)
     if "candidates" in entry:
         proposed += f" of {len(entry['candidates']['tokens'])}"
     slots = f"{len(entry['draft_slots'])} scratch, {nodes} taken, {kept} kept"
+    if "reserved" in entry:
+        slots = f"{nodes} of those reserved, {kept} kept"
     return ["round", proposed, str(len(entry["path"]) - 1), text, slots, ms]
 
 

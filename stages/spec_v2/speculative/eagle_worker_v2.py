@@ -46,11 +46,13 @@ class EagleDraftWorker(TpModelWorker):
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
         # A path has at most one node per level, and no more nodes than the tree.
         self.max_path = min(self.speculative_num_steps, self.speculative_num_draft_tokens - 1)
-        algorithm = server_args.speculative_algorithm
+        algorithm = SpeculativeAlgorithm.from_string(server_args.speculative_algorithm)
         target = target_worker.model_runner.model
-        config = draft_config(server_args.speculative_draft_model_path, target_worker.model_config, algorithm)
+        # A method that builds on this one has a name of its own.
+        kind = "EAGLE3" if algorithm.is_eagle3() else "EAGLE"
+        config = draft_config(server_args.speculative_draft_model_path, target_worker.model_config, kind)
         super().__init__(server_args, config)
-        self._share_with(target, SpeculativeAlgorithm.from_string(algorithm))
+        self._share_with(target, algorithm)
         # What never changes is made once: in a graph each small tensor costs as much as a launch.
         self._column_bits = column_bits(self.draft_slots_per_req(), self.device)
         requests = torch.arange(server_args.max_running_requests, device=self.device)

@@ -40,6 +40,9 @@ class CustomSpecAlgo:
     def is_eagle(self) -> bool:
         return False
 
+    def is_eagle3(self) -> bool:
+        return False
+
     def supports_overlap(self) -> bool:
         return self._supports_overlap
 

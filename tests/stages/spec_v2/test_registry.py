@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from stages.spec_v2.managers.overlap_utils import DecodeStep
-from stages.spec_v2.model_executor.device_io import upload
-from stages.spec_v2.model_executor.forward_batch_info import ForwardBatch
 from stages.spec_v2.server_args import PLUGIN_ALGORITHMS, ServerArgs
 from stages.spec_v2.speculative import spec_registry
-from stages.spec_v2.speculative.base_spec_worker import BaseSpecWorker
-from stages.spec_v2.speculative.eagle_info import EagleVerifyInput
 from stages.spec_v2.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from stages.spec_v2.speculative.spec_info import SpeculativeAlgorithm
 from stages.spec_v2.speculative.spec_registry import CustomSpecAlgo
@@ -19,6 +13,7 @@ from tests.contract.harness import run
 from tests.contract.probe import Probe
 
 from .lag import Lag
+from .repeat_worker import RepeatWorker
 
 register = SpeculativeAlgorithm.register
 
@@ -64,7 +59,7 @@ def test_a_spec_class_answers_what_the_built_in_ones_answer():
         def is_none(self):
             return False
 
-    with pytest.raises(TypeError, match=r"Deaf lacks is_speculative, is_eagle, supports_overlap"):
+    with pytest.raises(TypeError, match=r"Deaf lacks is_speculative, is_eagle, is_eagle3, supports_overlap"):
         register("deaf", spec_class=Deaf)
 
 
@@ -108,49 +103,6 @@ def test_who_is_not_registered_is_refused_by_name(engines):
 
 
 # ---- one that runs ----
-
-
-class RepeatWorker(BaseSpecWorker):
-    """Guesses that the last token is said again and again.
-
-    A chain without a draft model, all on the device.
-    """
-
-    def __init__(self, server_args, target_worker):
-        n = server_args.speculative_num_draft_tokens
-        super().__init__(server_args, target_worker, None, n, max_path=n - 1, is_chain=True)
-
-    def forward_batch_generation(self, batch, on_publish):
-        if batch.forward_mode.is_extend():
-            forward_batch = ForwardBatch.init_new(batch, self.target_worker.model_runner)
-            result = self.target_worker.forward_and_sample(batch, forward_batch)
-            on_publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
-            self.future_map.stash(forward_batch.req_pool_indices, result.next_token_ids[:, 0])
-            return result
-        arrays = upload(self.device, batch.req_pool_indices, batch.prompt_lens)
-        step = DecodeStep.resolve(self.future_map, *arrays, batch.seq_lens_cpu)
-        verify_input = self.draft(step)
-        greedy = batch.sampling_info.is_plain_greedy and not batch.return_logprob
-        output = self.accept(verify_input, self.target_forward(verify_input, 1 if greedy else None), batch)
-        output.result.start_read()
-        on_publish(step.req_pool_indices, output.paths.kv_lens)
-        self.future_map.stash(step.req_pool_indices, output.paths.verified_id)
-        return output.result
-
-    def draft(self, step):
-        bs, n = len(step.seq_lens), self.speculative_num_draft_tokens
-        nodes = torch.arange(n)
-        chain = torch.where(nodes + 1 < n, nodes + 1, -1).expand(bs, n).contiguous()
-        return EagleVerifyInput(
-            step,
-            self.verify_slots(step),
-            draft_token=step.output_tokens[:, None].expand(bs, n).contiguous(),
-            tree_mask=((2 << nodes) - 1)[:, None].expand(bs, n, 1).contiguous(),
-            positions=(step.seq_lens[:, None] + nodes).flatten(),
-            retrieve_index=torch.arange(bs * n).view(bs, n),
-            retrieve_next_token=chain,
-            retrieve_next_sibling=torch.full((bs, n), -1),
-        )
 
 
 @pytest.mark.parametrize("page", [1, 4])
