@@ -1,6 +1,6 @@
 """NGRAM: the invariants of the suite again, for trees that the host looks up in what was said before.
 
-A prompt that has said before what the model is about to say makes drafts right; the twin in Python tells which.
+A prompt that holds what the model is about to say makes drafts right; the twin in Python tells which.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The look-up of NGRAM: C++ against its twin, what is proposed, what is forgotten, and how it gets compiled."""
+"""The look-up of NGRAM: C++ against its twin, what is proposed and what forgotten, how it gets compiled."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_defaults_are_upstreams():
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ({"speculative_draft_model_path": "x"}, "speculative_draft_model_path='x' means nothing to .*'NGRAM'"),
+        ({"speculative_draft_model_path": "x"}, "draft_model_path='x' means nothing to .*'NGRAM'"),
         ({"speculative_num_steps": 3}, "speculative_num_steps=3 means nothing"),
         ({"speculative_eagle_topk": 2}, "speculative_eagle_topk=2 means nothing"),
         ({"speculative_token_map": "x"}, "speculative_token_map='x'.*NGRAM borrows none"),

@@ -1,4 +1,4 @@
-"""NGRAM one step behind the device: what its rounds wait for, and what becomes of words that come too late."""
+"""NGRAM one step behind the device: what its rounds wait for, what becomes of words that come too late."""
 
 from __future__ import annotations
 
