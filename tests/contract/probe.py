@@ -43,7 +43,8 @@ class Probe:
 
     def runners(self) -> list:
         """The target's model runner, and the draft's where there is one."""
-        return [self.target_runner, *([self.draft_runner] if self.draft_worker is not None else [])]
+        has_draft = hasattr(self.draft_worker, "draft_model_runner")
+        return [self.target_runner, *([self.draft_runner] if has_draft else [])]
 
     @property
     def overlaps(self) -> bool:

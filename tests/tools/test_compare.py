@@ -115,6 +115,10 @@ def test_rows_follow_the_stage_and_the_flags() -> None:
     assert shapes({"page_size": 4}) == [(None,) * 3, CHAIN, TREE]
     assert shapes({"speculative_eagle_topk": 2}) == [(None,) * 3, (None, 2, None)]
     assert shapes({"speculative_algorithm": "none"}) == [(None,) * 3]
+    plain, looked_up = contenders(
+        resolve_stage("spec_v2"), {"speculative_algorithm": "ngram", "page_size": 4}
+    )
+    assert looked_up == plain | {"speculative_algorithm": "ngram"}
     assert len(read_prompts(PROMPTS)) == 8
 
 

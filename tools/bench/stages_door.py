@@ -117,15 +117,17 @@ def _read(path: Path) -> Stage:
 def merge_flags(stage: Stage, given: dict[str, Any]) -> dict[str, Any]:
     """The stage's default flags with the given ones over them, as keywords for `Engine`.
 
-    Three defaults give way as a whole: the tree's shape as soon as one of its numbers is given (the engine
-    derives the rest), all of speculation under `speculative_algorithm` "none", and all of speculation where
-    another target is given without a head for it.
+    Four defaults give way as a whole: the tree's shape as soon as one of its numbers is given (the engine
+    derives the rest), all of speculation under `speculative_algorithm` "none" and under "NGRAM", which has no
+    draft model, and all of speculation where another target is given without a head for it.
     """
     defaults, given = stage.default_flags(), dict(given)
-    is_off = given.get("speculative_algorithm", "").lower() == "none"
+    algorithm = given.get("speculative_algorithm", "").lower()
+    is_off, asks_nobody = algorithm == "none", algorithm == "ngram"
     if is_off:
         del given["speculative_algorithm"]
-    if is_off or ("model_path" in given and "speculative_draft_model_path" not in given):
+    has_no_head = "model_path" in given and "speculative_draft_model_path" not in given
+    if is_off or asks_nobody or has_no_head:
         defaults = plain_flags(defaults)
     if any(name in given for name in TREE_FLAGS):
         defaults = {name: value for name, value in defaults.items() if name not in TREE_FLAGS}
@@ -139,10 +141,12 @@ def plain_flags(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape_name(info: dict[str, Any]) -> str:
-    """What an engine drafts, from `get_server_info()`: "chain 3/1/4", "tree 3/4/8", or "plain"."""
+    """What an engine drafts, from `get_server_info()`: "chain 3/1/4", "tree 3/4/8", "n-grams 12", "plain"."""
     if info["speculative_algorithm"] is None:
         return "plain"
     steps, topk, nodes = (info[name] for name in TREE_FLAGS)
+    if info["speculative_algorithm"] == "NGRAM":
+        return f"n-grams {nodes}"
     return f"{'chain' if topk == 1 else 'tree'} {steps}/{topk}/{nodes}"
 
 
