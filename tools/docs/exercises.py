@@ -33,7 +33,7 @@ def files(repo: Path) -> dict[str, str]:
 def asked(question: Question) -> str:
     """One question, closed, with its hint and its answer closed inside it."""
     lines = [f'??? question "{_quoted(question.asks)}"']
-    lines += [f"    - {choice}" for choice in question.choices]
+    lines += [f"    - {choice}" for choice in question.choices] or [f"    Answer as {question.form}."]
     lines += ["", '    ??? tip "A hint"', f"        {question.hint}"]
     lines += [
         "",

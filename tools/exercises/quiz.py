@@ -111,13 +111,14 @@ def _ask(question: Question) -> None:
     say(f"{question.asks}  [{question.id}]")
     for letter, choice in question.lettered():
         say(f"  {letter}  {choice}")
+    aside(f"Answer as {question.form}.")
 
 
 def _judge(question: Question, words: str, history: History, progress: Progress) -> bool:
     """Say whether the answer is right, and what helps where it is not."""
     given = question.read(words)
     answer = answer_of(question, history)
-    right = question.is_right(given, answer)
+    right = given == answer
     wrong = progress.note(question.id, right)
     if right:
         say(f"Right: {question.written(answer)}. {question.because}")
