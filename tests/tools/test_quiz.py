@@ -68,7 +68,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_right_answer_is_kept(quiz: Callable[..., Result]) -> None:
     done = quiz("chapter-candidates", "--answer", " 36 ")
     assert done.exit_code == 0 and done.stdout.startswith("Right: 36. ")
-    assert "See it: git show v0.4.6" in done.stderr and "recorded ledger" in done.stderr
+    assert "See it in a clone of SGLang: git show v0.4.6" in done.stderr and "recorded ledger" in done.stderr
     listed = quiz("--list")
     [line] = [line for line in listed.stdout.splitlines() if line.startswith("chapter-candidates ")]
     assert line.split()[1] == "right" and "1 of" in listed.stderr
@@ -95,6 +95,7 @@ def test_wrong_answers_bring_hint_command_and_answer_in_turn(quiz: Callable[...,
         (["page-mask", "--answer", " "], 'like 0 2 5, or "none"'),
         (["longest-file", "--answer", "the utils"], "like scheduler.py"),
         (["nothing", "--answer", "1"], "--list names them all"),
+        (["pagemask", "--answer", "1"], "Did you mean page-mask?"),
         (["part", "--answer", "1"], "begins"),
         (["--answer", "1"], "An answer needs its question"),
     ],

@@ -18,7 +18,11 @@ def files(repo: Path) -> dict[str, str]:
         exercises, later = read_exercises(repo), read_later(repo)
     except BadInput as error:
         raise Problem(str(error)) from None
-    parts = [f"{len(questions)} questions. In the terminal, where your answers are kept: `fledge quiz`.\n"]
+    parts = [
+        f"{len(questions)} questions. In the terminal, where your answers are kept: `fledge quiz`. "
+        "`git …` is for a clone of SGLang, and `fledge upstream diff` needs one too: "
+        "`fledge upstream fetch` makes it.\n"
+    ]
     for page in dict.fromkeys(question.page for question in questions):
         own = [question for question in questions if question.page == page]
         parts.append(f"### {_title(repo, page)}\n\n" + "\n".join(map(asked, own)))

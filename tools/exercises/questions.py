@@ -27,6 +27,7 @@ from typing import Any
 
 from ..bench.stages_door import BadInput
 from ..provenance import REPO
+from ..sentences import did_you_mean
 
 QUIZ = REPO / "docs" / "data" / "quiz.toml"
 FORMS = {  # kind → what an answer looks like
@@ -63,6 +64,16 @@ class Question:
     def form(self) -> str:
         """What an answer looks like."""
         return FORMS[self.kind].format(letters=", ".join(letter for letter, _ in self.lettered()))
+
+    @property
+    def see(self) -> str:
+        """The command that shows it, after what it needs."""
+        needs = ""
+        if self.shows.startswith("git "):
+            needs = " in a clone of SGLang"
+        elif self.shows.startswith("fledge upstream diff"):
+            needs = " with a clone (fledge upstream fetch)"
+        return f"See it{needs}: {self.shows}"
 
     def read(self, text: str) -> Any:
         """What a reader's words mean, in the form of `answer`.
@@ -116,7 +127,8 @@ def find_question(questions: Sequence[Question], name: str) -> Question:
     if len(found) == 1:
         return found[0]
     many = f"{name!r} begins {len(found)} of them" if found else f"There is no question {name!r}"
-    raise BadInput(f"{many}; fledge quiz --list names them all.")
+    near = "" if found else did_you_mean(name, [question.id for question in questions])
+    raise BadInput(f"{many}; fledge quiz --list names them all.{near}")
 
 
 def _question(entry: dict[str, Any]) -> Question:

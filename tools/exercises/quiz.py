@@ -122,13 +122,13 @@ def _judge(question: Question, words: str, history: History, progress: Progress)
     wrong = progress.note(question.id, right)
     if right:
         say(f"Right: {question.written(answer)}. {question.because}")
-        aside(f"See it: {question.shows}")
+        aside(question.see)
     elif wrong == 1:
         say(f"Not so. {question.hint}")
     elif wrong == 2:
-        say(f"Not so. See it: {question.shows}")
+        say(f"Not so. {question.see}")
     else:
-        say(f"Not so. It is {question.written(answer)}. {question.because} See it: {question.shows}")
+        say(f"Not so. It is {question.written(answer)}. {question.because} {question.see}")
     return right
 
 
@@ -164,5 +164,5 @@ def _history() -> History:
         history = open_history()
     except UpstreamError as error:
         raise BadInput(str(error)) from None
-    aside(f"From {history.label}.")
+    aside(f"What counts is recomputed from {history.label}.")
     return history
