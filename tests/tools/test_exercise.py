@@ -14,6 +14,7 @@ from tests.tools.stage_helpers import NAMES, MadeUp
 from tools.bench.stages_door import BadInput
 from tools.exercises import mend, verbs
 from tools.exercises.mend import Scratch, read_exercises
+from tools.exercises.pytest_report import _asserted
 from tools.provenance import REPO
 
 STAGE = NAMES[3]
@@ -284,3 +285,8 @@ def test_edits_of_a_copy_that_is_whole(copy: Path, repo: Path) -> None:
     assert scratch.edits() == ""
     (copy / "values.py").unlink()
     assert "-y = 1" in scratch.edits()
+
+
+def test_what_is_asserted_is_said_without_its_message() -> None:
+    assert _asserted('assert not lost, f"pages without an owner: {lost}"') == "not lost"
+    assert _asserted("_close(k, want)") == "_close(k, want)"
