@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..sentences import did_you_mean
+
 STAGES = Path(__file__).resolve().parents[2] / "stages"
 PROMPTS = Path(__file__).with_name("prompts.json")
 TARGET, HEAD = "smollm2-135m-instruct", "smollm2-135m-eagle"  # what `fledge models fetch` brings
@@ -96,9 +98,10 @@ def resolve_stage(text: str) -> Stage:
     for path in (STAGES / text, Path(text).expanduser()):
         if (path / "stage.toml").is_file():
             return _read(path.resolve())
-    names = ", ".join(stage.name for stage in all_stages())
+    names = [stage.name for stage in all_stages()]
     raise BadInput(
-        f"There is no stage {text!r}: give a name ({names}) or the path of a directory with a stage.toml."
+        f"There is no stage {text!r}: give a name ({', '.join(names)}) or the path of a directory with a "
+        f"stage.toml.{did_you_mean(text, names)}"
     )
 
 
