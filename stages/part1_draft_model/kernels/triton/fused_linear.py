@@ -53,7 +53,6 @@ PLANS: list[tuple[int, Plan]] = [
     (4, Plan("few_rows", 4, 1, 1)),
     (8, Plan("sliced", 8, 16, 4, 128)),
     (16, Plan("tiles", 16, 32, 4, 64, 8)),
-    (32, Plan("tiles", 16, 16, 4, 64, 8)),
     (64, Plan("tiles", 64, 16, 4, 128, 5)),
     (256, Plan("tiles", 64, 32, 4, 64, 8)),
     (512, Plan("tiles", 64, 64, 4, 64, 8)),
