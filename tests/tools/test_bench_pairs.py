@@ -59,9 +59,7 @@ def test_the_other_side_has_the_same_flags_unless_it_says_so() -> None:
     assert plain["max_running_requests"] == 4 and plain["max_total_tokens"] >= 4 * (1024 + 16)
 
 
-def test_the_command_takes_turns(
-    fledge, tiny_options, tmp_path, monkeypatch
-) -> None:
+def test_the_command_takes_turns(fledge, tiny_options, tmp_path, monkeypatch) -> None:
     path, order = tmp_path / "p.json", []
     real = bench_pairs.timed_run
 

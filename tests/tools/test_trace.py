@@ -14,7 +14,8 @@ from tools.bench.stages_door import BadInput, resolve_stage
 from tools.bench.trace import show, split_of, summary, timeline
 from tools.bench.trace_format import load_trace, validate
 from tools.bench.trace_idle import gaps, idle_summary, work_of
-from tools.bench.trace_record import record
+from tools.bench.trace_launches import LaunchRecorder
+from tools.bench.trace_record import StepRecorder, record
 from tools.bench.trace_trees import Growth, candidates_of, chosen, parents_of
 from tools.docs.traces import line
 from tools.provenance import REPO
@@ -486,6 +487,34 @@ def test_idle_is_what_no_phase_of_the_device_fills(on_device) -> None:
     assert gaps(steps) == [(80, 35), (40, 10)]
     assert idle_summary(steps) == {"rounds": 2, "round_us": 60, "idle_us": 22.5, "idle_share": 0.375}
     assert idle_summary(steps[:2]) is None
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(PART4, StepRecorder), (SPEC_V2, LaunchRecorder)])
+def test_on_a_gpu_a_phase_begins_with_its_graph(tiny_flags, fake_gpu, monkeypatch, stage, kind) -> None:
+    """What the host does for it before is no work of the device's."""
+    with watched(tiny_flags, "tree", stage) as (engine, growth):
+        worker, graph = engine.scheduler.draft_worker, fake_gpu()
+        method = worker.draft
+        monkeypatch.setattr(worker, "draft", lambda *args: (graph.replay(), graph.replay(), method(*args))[2])
+        recorder = kind(engine, growth)
+        recorder.is_cuda = True
+        with recorder.recording():
+            params = {"temperature": 0, "max_new_tokens": 9, "ignore_eos": True}
+            engine.generate(input_ids=PROMPTS[:1], sampling_params=params, rid=["0"])
+    steps = recorder.steps
+    assert [step["kind"] for step in steps[:2]] == ["prefill", "verify"]
+    for step in steps:
+        took = {name: end - start for name, (start, end) in devices(step).items()}
+        if step["kind"] == "prefill":
+            assert took == {"prefill": 1e3, "draft prefill": 1e3}
+        else:  # two graphs, and the event behind them
+            assert took == {"draft": 21e3, "verify": 1e3, "draft extend": 1e3}
+    # A millisecond before each phase, and one more before the draft's graph.
+    assert {gap.round_us: gap.idle_us for gap in gaps(steps)} == {27e3: 4e3}
+
+
+def devices(step: dict) -> dict[str, list[float]]:
+    return {p["name"]: p["device_us"] for p in step["phases"] if p["device_us"] is not None}
 
 
 # the timeline
