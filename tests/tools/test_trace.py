@@ -312,6 +312,18 @@ def test_a_prompt_in_chunks(tiny_flags) -> None:
     ]  # fmt: skip
 
 
+def test_a_tree_that_was_looked_up_has_no_more_nodes_than_were_found(tiny_flags) -> None:
+    flags = {name: value for name, value in tiny_flags.items() if not name.startswith("speculative")}
+    flags |= {"speculative_algorithm": "NGRAM", "max_total_tokens": 2048}
+    prompts = [[5, 6, 7, 8] * 6, [40, 41]]
+    with SPEC_V2.open(**flags) as engine:
+        trace = whole(record(engine, Growth(), prompts, 20, ignore_eos=True))
+    validate(trace)
+    sizes = {len(entry["tree"]) for entry in entries(trace, "verify")}
+    assert 1 in sizes and max(sizes) > 2
+    assert all(len(entry["slots"]) == len(entry["tree"]) for entry in entries(trace, "verify"))
+
+
 def test_parents_from_children_and_siblings() -> None:
     #      0
     #    1   3
