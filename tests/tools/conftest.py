@@ -62,3 +62,30 @@ def plug_in(monkeypatch: pytest.MonkeyPatch, tiny_flags: dict[str, str]) -> dict
     SpeculativeAlgorithm.register("repeat", supports_overlap=True)(lambda _: RepeatWorker)
     flags = {name: value for name, value in tiny_flags.items() if not name.startswith("speculative")}
     return flags | {"speculative_algorithm": "repeat", "speculative_num_draft_tokens": 4}
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> type:
+    """A clock in place of a GPU's events, a millisecond for each event; returns the class of its graphs."""
+    import torch
+
+    clock = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            clock[0] += 1.0
+            self.time = clock[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.time - self.time
+
+    class Graph:
+        def replay(self) -> None:
+            clock[0] += 10.0
+
+    for name, value in {"Event": Event, "CUDAGraph": Graph, "synchronize": lambda: None}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return Graph

@@ -4,6 +4,7 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from tests.contract.probe import Probe
 from tools.bench import steady
@@ -79,6 +80,23 @@ def test_what_is_hidden_is_no_host_time(chain) -> None:
         worked = {name: cost.seconds[name] for name in spots if name != "commit"}
         assert all(seconds > 0 for seconds in worked.values()), worked
         assert 0 < cost.rest < cost.total and sum(worked.values()) + cost.rest <= cost.total * 1.0001
+
+
+def test_on_a_gpu_nobody_waits_for_a_phase(flags, fake_gpu, monkeypatch) -> None:
+    """Under overlap that would undo it: events say what a phase took."""
+    waits: list[None] = []
+    with SPEC_V2.open(**flags) as engine:
+        real = engine.get_server_info
+        monkeypatch.setattr(engine, "get_server_info", lambda: real() | {"device": "cuda"})
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(None))
+        with measure(engine, step_phases(engine), counters=True) as cost:
+            (out,) = engine.generate(
+                input_ids=WAVES[0][:1], sampling_params={"temperature": 0, "max_new_tokens": 9}
+            )
+    rounds = out["meta_info"]["spec_verify_ct"] + 1
+    phases = {name: cost.seconds[name] for name in ("prefill", "draft", "verify", "draft extend")}
+    assert phases == pytest.approx({"prefill": 1e-3} | dict.fromkeys([*phases][1:], rounds * 1e-3))
+    assert len(waits) == 1 and "process" not in cost.seconds
 
 
 def test_a_method_without_a_draft_model_is_measured_like_any_other(plug_in) -> None:

@@ -1,23 +1,21 @@
 """`fledge trace`: recordings agree with the engine's results, checks find what is wrong, the timeline."""
 
 import copy
-import io
 import json
 import re
 from contextlib import contextmanager
 
 import pytest
-from rich.console import Console
 
 from tests.contract.probe import Probe
 from tools.bench.stages_door import BadInput, resolve_stage
-from tools.bench.trace import show, split_of, summary, timeline
+from tools.bench.trace import split_of, timeline
 from tools.bench.trace_format import load_trace, validate
-from tools.bench.trace_idle import gaps, idle_summary, work_of
-from tools.bench.trace_record import record
+from tools.bench.trace_idle import gaps, work_of
+from tools.bench.trace_launches import LaunchRecorder
+from tools.bench.trace_record import StepRecorder, record
 from tools.bench.trace_trees import Growth, candidates_of, chosen, parents_of
 from tools.docs.traces import line
-from tools.provenance import REPO
 
 PART4, SPEC_V2 = resolve_stage("part4_worker"), resolve_stage("spec_v2")
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9, 10, 11]]
@@ -314,6 +312,18 @@ def test_a_prompt_in_chunks(tiny_flags) -> None:
     ]  # fmt: skip
 
 
+def test_a_tree_that_was_looked_up_has_no_more_nodes_than_were_found(tiny_flags) -> None:
+    flags = {name: value for name, value in tiny_flags.items() if not name.startswith("speculative")}
+    flags |= {"speculative_algorithm": "NGRAM", "max_total_tokens": 2048}
+    prompts = [[5, 6, 7, 8] * 6, [40, 41]]
+    with SPEC_V2.open(**flags) as engine:
+        trace = whole(record(engine, Growth(), prompts, 20, ignore_eos=True))
+    validate(trace)
+    sizes = {len(entry["tree"]) for entry in entries(trace, "verify")}
+    assert 1 in sizes and max(sizes) > 2
+    assert all(len(entry["slots"]) == len(entry["tree"]) for entry in entries(trace, "verify"))
+
+
 def test_parents_from_children_and_siblings() -> None:
     #      0
     #    1   3
@@ -457,122 +467,32 @@ def test_a_result_that_was_processed_inside_a_launch_is_refused(tiny_flags) -> N
         validate(trace)
 
 
-# how idle a round is
+@pytest.mark.parametrize(("stage", "kind"), [(PART4, StepRecorder), (SPEC_V2, LaunchRecorder)])
+def test_on_a_gpu_a_phase_begins_with_its_graph(tiny_flags, fake_gpu, monkeypatch, stage, kind) -> None:
+    """What the host does for it before is no work of the device's."""
+    with watched(tiny_flags, "tree", stage) as (engine, growth):
+        worker, graph = engine.scheduler.draft_worker, fake_gpu()
+        method = worker.draft
+        monkeypatch.setattr(worker, "draft", lambda *args: (graph.replay(), graph.replay(), method(*args))[2])
+        recorder = kind(engine, growth)
+        recorder.is_cuda = True
+        with recorder.recording():
+            params = {"temperature": 0, "max_new_tokens": 9, "ignore_eos": True}
+            engine.generate(input_ids=PROMPTS[:1], sampling_params=params, rid=["0"])
+    steps = recorder.steps
+    assert [step["kind"] for step in steps[:2]] == ["prefill", "verify"]
+    for step in steps:
+        took = {name: end - start for name, (start, end) in devices(step).items()}
+        if step["kind"] == "prefill":
+            assert took == {"prefill": 1e3, "draft prefill": 1e3}
+        else:  # two graphs, and the event behind them
+            assert took == {"draft": 21e3, "verify": 1e3, "draft extend": 1e3}
+    # A millisecond before each phase, and one more before the draft's graph.
+    assert {gap.round_us: gap.idle_us for gap in gaps(steps)} == {27e3: 4e3}
 
 
-def step_of(kind: str, requests: int, *spans: tuple[str, float, float], on_device: bool = True) -> dict:
-    phases = [
-        {"name": name, "start_us": a - 5, "end_us": a - 4, "device_us": [a, b]}
-        if on_device
-        else {"name": name, "start_us": a, "end_us": b, "device_us": None}
-        for name, a, b in spans
-    ]
-    return {"kind": kind, "requests": [{}] * requests, "phases": phases}
-
-
-@pytest.mark.parametrize("on_device", [True, False])
-def test_idle_is_what_no_phase_of_the_device_fills(on_device) -> None:
-    host = ("process", 0.0, 1e6)  # the host's phases are not looked at
-    steps = [
-        step_of("prefill", 2, ("prefill", 0, 50), on_device=on_device),
-        step_of("verify", 2, ("draft", 60, 70), ("verify", 70, 100), on_device=on_device),
-        # 30 before the draft, 5 before the verification, which overlaps with the draft extend
-        step_of("verify", 2, ("draft", 130, 140), ("verify", 145, 175), ("draft extend", 170, 180), host,
-                on_device=on_device),
-        # 10 and nothing
-        step_of("verify", 2, host, ("draft", 190, 200), ("verify", 200, 220), on_device=on_device),
-        step_of("verify", 1, ("draft", 500, 510), ("verify", 510, 520), on_device=on_device),  # one has ended
-    ]  # fmt: skip
-    assert gaps(steps) == [(80, 35), (40, 10)]
-    assert idle_summary(steps) == {"rounds": 2, "round_us": 60, "idle_us": 22.5, "idle_share": 0.375}
-    assert idle_summary(steps[:2]) is None
-
-
-# the timeline
-
-
-def test_the_timeline_has_a_line_for_each_step() -> None:
-    def phase(name: str, start: float, end: float, device=None) -> dict:
-        return {"name": name, "start_us": start, "end_us": end, "device_us": device}
-
-    prefill = {"kind": "prefill", "start_us": 0, "end_us": 500}
-    prefill |= {"phases": [phase("prefill", 0, 400, [9, 309])], "requests": [{"request": 0, "tokens": [7]}]}
-    verify = {
-        "kind": "verify", "start_us": 500, "end_us": 980,
-        "phases": [phase("draft", 500, 510, [510, 630]), phase("verify", 510, 520, [630, 870]),
-                   phase("draft extend", 520, 530, [870, 930]), phase("commit", 530, 980)],
-        "requests": [{"request": 0, "tree": [7, 8, 9], "path": [0, 2], "tokens": [8, 10]}],
-    }  # fmt: skip
-    trace = {"clock": "device", "pieces": {"7": "a", "8": "b\n", "10": " c"}, "steps": [prefill, verify]}
-    lines = [line.plain for line in timeline(trace, coloured=False)]
-    # The longest round has 48 characters: 120, 240, 60 µs on the device and 60 µs that are the host's.
-    assert lines == [
-        f"   0    0.500 ms {'P' * 30}{'.' * 18} {'':>7}  a",
-        f"   1    0.480 ms {'D' * 12}{'V' * 24}{'E' * 6}{'.' * 6} {'1/2':>7}  b\\n c",
-    ]
-    assert summary(trace) == [
-        "1 rounds of 0.480 ms, 2.00 tokens each",
-        "medians on the device: draft 120 µs, verify 240 µs, draft extend 60 µs, host 60 µs",
-    ]
-    out = io.StringIO()
-    show(trace, Console(file=out, width=120, force_terminal=True, color_system="standard"))
-    assert "\x1b[36m████████████\x1b[0m\x1b[33m" in out.getvalue() and "DDD" not in out.getvalue()
-
-
-def test_the_command_records_prints_and_shows_again(fledge, tiny_options, tmp_path) -> None:
-    path = tmp_path / "t.json"
-    words = ["the ab", "foo", "--max-new-tokens", 10, "--ignore-eos", "--out", path]
-    done = fledge("trace", "part4_worker", *words, *tiny_options)
-    assert done.exit_code == 0, done.output
-    trace = load_trace(path)
-    assert [request["prompt"] for request in trace["requests"]] == ["the ab", "foo"]
-    assert trace["engine"]["shape"] == "tree 3/4/8" and {"commit", "dirty"} <= set(trace["provenance"])
-    assert max(map(len, path.read_text().splitlines())) < 140  # a file that can be read
-    lines = done.stdout.splitlines()
-    assert "D draft  V verify  E draft extend  . host" in lines[0]
-    assert len([line for line in lines if " ms " in line and "DV" in re.sub(r"(.)\1+", r"\1", line)]) == len(
-        [step for step in trace["steps"] if step["kind"] == "verify"]
-    )
-    again = fledge("trace", path)
-    assert again.exit_code == 0 and again.stdout == done.stdout.replace(f"written to {path}\n", "")
-
-
-@pytest.mark.parametrize("name", ["part4_worker", "spec_v2"])
-def test_a_batch_is_timed_without_its_trees(fledge, tiny_options, tmp_path, name) -> None:
-    path = tmp_path / "t.json"
-    words = ["--batch", 5, "--max-new-tokens", 9, "--ignore-eos", "--out", path]
-    done = fledge("trace", name, *words, *tiny_options)
-    assert done.exit_code == 0, done.output
-    trace = load_trace(path)
-    assert trace["engine"]["flags"]["max_running_requests"] == len(trace["requests"]) == 5
-    assert len({tuple(request["prompt_ids"]) for request in trace["requests"]}) == 5
-    rounds = entries(trace, "verify")
-    assert rounds and all(set(entry) == {"request", "seq_len", "path", "tokens"} for entry in rounds)
-    assert all("cache" not in step for step in trace["steps"])
-    idle = trace["summary"]
-    assert 0 < idle["idle_share"] < 1 and idle["rounds"] > 0
-    assert f"no phase runs for {idle['idle_share']:.1%}: medians " in done.stdout
-    assert "prompts of its own" in fledge("trace", name, "a", *words).stderr
-
-
-def test_bad_input_is_one_sentence(fledge, tiny_options, tmp_path) -> None:
-    (tmp_path / "t.json").write_text("{}")
-    for words, sentence in (
-        (["part4_worker", "a", "--enable-dp-attention"], "no --enable-dp-attention here"),
-        (["part4_worker"], "Give at least one prompt"),
-        (["no_such_stage", "a"], "There is no stage"),
-        ([tmp_path / "t.json"], "The trace is not valid: KeyError: 'format'."),
-        ([tmp_path / "t.json", "a"], "give it alone to see it"),
-    ):
-        done = fledge("trace", *words)
-        assert done.exit_code == 2 and sentence in done.stderr and "Traceback" not in done.output
-
-
-def test_committed_traces_are_valid() -> None:
-    for path in (REPO / "docs" / "data" / "traces").glob("*.json"):
-        trace = load_trace(path)
-        assert len(trace["provenance"]["commit"]) == 40 and trace["provenance"]["dirty"] is False
-        assert "/tmp" not in path.read_text(encoding="utf-8")
+def devices(step: dict) -> dict[str, list[float]]:
+    return {p["name"]: p["device_us"] for p in step["phases"] if p["device_us"] is not None}
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """`fledge bench`: how fast a stage is, measured so that the numbers can be kept and argued about.
 
 bench_plans.py decides what runs when, bench_process.py measures, bench_runs.py collects, bench_summary.py
-reckons, bench_report.py shows.
+reckons, bench_report.py shows; bench_pairs.py lets two engines take turns.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from .bench_pairs import Side, lines_of, measure_pairs, pairs_path, refuse_existing
 from .bench_plans import Asked, engine_plans, floor_plans, hf_plans, tune_plans
 from .bench_report import FOLDER, notes, render, table_of
 from .bench_results import Results, load, result_path
@@ -52,6 +53,14 @@ def bench(
     hf: Annotated[
         bool, typer.Option("--hf", help="Measure Hugging Face generate, greedy and with prompt look-up.")
     ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STAGE [FLAGS]",
+            help="Measure alternated pairs with this engine instead; in quotes, its flags over the others.",
+        ),
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=2, help="How many, with --against.")] = 10,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each cell in each process.")] = 5,
     seconds: Annotated[
         float, typer.Option(min=0, help="A cell begins no further run after so many seconds of runs.")
@@ -75,6 +84,7 @@ def bench(
 ) -> None:
     """Measure a stage: plain decoding and EAGLE, batch by batch, with everything that a number needs.
 
+    With --against two engines take turns, as their flags have them (default: the eight questions, batch 32).
     With --tune, --floor or --hf only that is measured, and configurations only where --config names them.
     Numbers are written after each cell, and the same command goes on where one was interrupted. Exit status
     1 if a configuration failed or the time ran out.
@@ -84,6 +94,19 @@ def bench(
         return
     given = engine_flags or {}
     found = _stages(stage, stages)
+    if against is not None:
+        if stages or config or tune or floor or hf or show:
+            raise BadInput("--against compares two engines as their flags have them, and does nothing else.")
+        mine = Side(found[0], given)
+        both = (mine, mine.other(against))
+        sets = _sets(prompt_set or ["questions"])
+        path = out or pairs_path(FOLDER, both)
+        refuse_existing(path, fresh)
+        chosen = tuple(sorted(set(batch or (32,))))
+        with progress(2 + len(sets) * len(chosen)) as advance:
+            data = measure_pairs(both, sets, chosen, pairs, max_new_tokens, raw, path, advance)
+        typer.echo("\n".join([*lines_of(data), f"raw numbers: {path}"]))
+        return
     is_special = tune or floor or hf
     if stages and (is_special or out):
         raise BadInput("--tune, --floor, --hf and --out are for one stage: name it without --stages.")

@@ -5,14 +5,16 @@ The options are read from server_args.py, which is the same file in all stages a
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import importlib.util
 import inspect
+import shlex
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -56,6 +58,29 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     del run.__wrapped__  # its signature is not the one to look at
     return run
+
+
+def parse_engine(text: str) -> tuple[str, dict[str, Any]]:
+    """Stage and engine flags in words as a command has them: "spec_v2 --speculative-algorithm EAGLE".
+
+    Raises BadInput for what is no stage with flags.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False, prog=text)
+    parser.add_argument("stage")
+    for name, kind in _flag_fields().items():
+        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        parser.add_argument("--" + name.replace("_", "-"), dest=name, default=None, **how)
+    try:
+        values = vars(parser.parse_args(shlex.split(text)))
+    except ValueError as error:  # a quotation that does not end
+        parser.error(str(error))
+    stage = values.pop("stage")
+    return stage, {name: _value(name, value) for name, value in values.items() if value is not None}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{self.prog!r} is no stage with engine flags: {message}.")
 
 
 @functools.cache

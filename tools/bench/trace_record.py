@@ -43,7 +43,7 @@ def trace_phases(engine: Any) -> Spots:
         "prefill": [prefill],
         "draft prefill": [(drafter, "forward_draft_extend")],
         "draft": [(draft, "draft"), (scheduler, "draft")],
-        "verify": [(draft, "verify" if hasattr(draft, "verify") else "target_forward")],
+        "verify": [(draft, "verify"), (draft, "target_forward")],  # a method may take the second alone
         "draft extend": [(draft, "forward_draft_extend_after_decode")],
         "commit": [(draft, "commit"), (scheduler, "commit")],
     }
@@ -92,10 +92,12 @@ def _tree_fields(
     nodes: list[list[int]], slots: list[int], scratch: list[int], *candidates: list, topk: int | None
 ) -> dict[str, Any]:
     tokens, *links = nodes
-    fields = {"draft_slots": scratch, "tree": tokens}
-    fields["parents"] = parents_of(*links) if links else list(range(-1, len(tokens) - 1))  # a chain
+    parents = parents_of(*links) if links else list(range(-1, len(tokens) - 1))  # a chain
+    size = 1 + next((node for node, parent in enumerate(parents[1:]) if parent < 0), len(parents))
+    # Behind the nodes that hang on the root a tree that was looked up is filled with what nobody sees.
+    fields = {"draft_slots": scratch, "tree": tokens[:size], "parents": parents[:size]}
     if slots:
-        fields["slots"] = slots
+        fields["slots"] = slots[:size]
     if candidates:
         fields["candidates"] = candidates_of(tokens, *candidates, topk)
     return fields
@@ -118,6 +120,7 @@ class Recorder(ABC):
         self.found: list[Recorded] = []
         self.current: Recorded | None = None  # whose phases run now
         self.verify_input: Any = None  # its tree
+        self.is_inside = False  # a phase, as whose part others count
         self.span: list[Any] = []  # events at the beginning of the phase that runs
         self.cache: list[dict[str, Any]] = []  # the prefix cache after the last step
 
@@ -177,11 +180,17 @@ class Recorder(ABC):
         return method(*args)
 
     def _phase(self, phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.is_inside:
+            return method(*args, **kwargs)
         if phase == "draft":
             self.growth.forget()
+        self.is_inside = True
         on_device = phase in ON_DEVICE and self.is_cuda
         start, self.span = self._now(), [self._event()] if on_device else []
-        result = method(*args, **kwargs)
+        try:
+            result = method(*args, **kwargs)
+        finally:
+            self.is_inside = False
         events, self.span = [self.span[-1], self._event()] if on_device else None, []
         self._add(self.current, phase, start, self._now(), events)
         if phase == "draft":
