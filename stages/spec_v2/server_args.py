@@ -310,7 +310,12 @@ def _check_relations(values: dict[str, Any], given: dict[str, Any]) -> None:
     elif algorithm not in _DRAFTLESS and values["speculative_draft_model_path"] is None:
         raise ValueError(
             f"speculative_algorithm={algorithm!r} needs a draft model; give speculative_draft_model_path "
-            "(the folder of a head trained for this target)."
+            "(the folder of a head trained for this target, or of a small model with its vocabulary)."
+        )
+    if algorithm == "STANDALONE" and values["enable_dp_attention"]:
+        raise ValueError(
+            "speculative_algorithm='STANDALONE' does not run under enable_dp_attention, and upstream's does "
+            "not either; leave one of them out."
         )
     if values["speculative_token_map"] is not None and algorithm not in (None, "EAGLE", "NEXTN"):
         raise ValueError(
@@ -378,7 +383,8 @@ def _resolve_device(values: dict[str, Any], features: Features) -> None:
 def _resolve_speculation(values: dict[str, Any], features: Features) -> None:
     """Fill in steps, topk and draft tokens, and refuse numbers that no tree can have.
 
-    None given: (5, 4, 8), the values that v0.4.6 chooses by itself; (5, 1, 6) in a stage without trees. Some
+    None given: (5, 4, 8), the values that v0.4.6 chooses by itself; (5, 1, 6) in a stage without trees;
+    (3, 1, 4) for STANDALONE, whose draft is a whole model. Some
     given: topk is 4 (1 without trees), or the next larger one that gives enough nodes; steps is 5, or fewer
     where draft_tokens - 1 levels are enough, or the first larger one that gives enough nodes; draft_tokens is
     8 at most, and steps + 1 for a chain. A chain (topk 1) has exactly steps + 1 nodes.
@@ -389,6 +395,8 @@ def _resolve_speculation(values: dict[str, Any], features: Features) -> None:
     if algorithm == "NEXTN":
         values["speculative_algorithm"] = "EAGLE"
     steps, topk, nodes = (values[name] for name in _TREE_FLAGS)
+    if algorithm == "STANDALONE" and steps is topk is nodes is None:
+        steps, topk = 3, 1
     has_tree = features.has("tree") and (values["page_size"] == 1 or features.has("page_tree"))
     derive_topk = topk is None
     topk = (4 if has_tree else 1) if derive_topk else topk

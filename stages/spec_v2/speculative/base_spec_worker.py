@@ -30,6 +30,7 @@ from ..model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch,
 from ..model_executor.model_runner import ModelRunner
 from ..server_args import ServerArgs
 from .eagle_info import EagleVerifyInput, EagleVerifyOutput
+from .spec_info import SpeculativeAlgorithm
 
 
 class BaseSpecWorker(ABC):
@@ -73,6 +74,10 @@ class BaseSpecWorker(ABC):
         """A: the most positions behind S that a round writes for one request."""
         return self.speculative_num_draft_tokens
 
+    def alloc_len_per_extend(self) -> int:
+        """The positions behind a prompt that its prefill writes."""
+        return 0
+
     def rows_per_req(self) -> tuple[int, int, int]:
         """Rows of a decoding request in a forward of the draft loop, of the target, in the draft extend."""
         return 0, self.speculative_num_draft_tokens, 0
@@ -98,7 +103,9 @@ class BaseSpecWorker(ABC):
         """Register what is to be recorded; by default short prompts of the target."""
         self.graphs = graphs
         self.target_worker.graphs = graphs
-        self.target_worker.model_runner.init_extend_graphs(graphs, CaptureHiddenMode.FULL)
+        is_eagle = SpeculativeAlgorithm.from_string(self.server_args.speculative_algorithm).is_eagle()
+        mode = CaptureHiddenMode.FULL if is_eagle else CaptureHiddenMode.NULL
+        self.target_worker.model_runner.init_extend_graphs(graphs, mode)
 
     # ---- verification ----
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class EagleDraftInput:
     """What drafting starts from: the last output token and the draft's proposals for the one after it."""
 
-    hidden_states: torch.Tensor  # [bs, hidden] of the draft; inside a draft forward [rows, hidden]
+    # [bs, hidden] of the draft; inside a draft forward [rows, hidden]; None where the draft reads none
+    hidden_states: torch.Tensor | None
     verified_id: torch.Tensor | None = None  # [bs]
     topk_p: torch.Tensor | None = None  # [bs, topk] float32
     topk_index: torch.Tensor | None = None  # [bs, topk]
@@ -33,24 +34,21 @@ class EagleDraftInput:
 
     @staticmethod
     def init_future_map(future_map: FutureMap, topk: int, hidden_size: int, dtype: torch.dtype) -> None:
-        future_map.add_draft_state("hidden_states", (hidden_size,), dtype)
+        """`hidden_size` 0: the draft reads no hidden states."""
+        if hidden_size:
+            future_map.add_draft_state("hidden_states", (hidden_size,), dtype)
         future_map.add_draft_state("topk_p", (topk,), torch.float32)
         future_map.add_draft_state("topk_index", (topk,), torch.int64)
 
     @classmethod
     def resolve(cls, future_map: FutureMap, step: DecodeStep) -> EagleDraftInput:
         state = {name: rows[step.req_pool_indices] for name, rows in future_map.draft_state.items()}
-        return cls(verified_id=step.output_tokens, **state)
+        return cls(**{"hidden_states": None} | state, verified_id=step.output_tokens)
 
     def stash(self, future_map: FutureMap, req_pool_indices: torch.Tensor) -> None:
         """Leave it to the next step."""
-        future_map.stash(
-            req_pool_indices,
-            self.verified_id,
-            hidden_states=self.hidden_states,
-            topk_p=self.topk_p,
-            topk_index=self.topk_index,
-        )
+        state = {name: getattr(self, name) for name in future_map.draft_state}
+        future_map.stash(req_pool_indices, self.verified_id, **state)
 
 
 @dataclass

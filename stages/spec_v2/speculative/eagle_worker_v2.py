@@ -40,6 +40,10 @@ from .token_map import load_token_map
 class EagleDraftWorker(TpModelWorker):
     """The draft model, with the target's embedding and head."""
 
+    # How many entries more than the target's S a request's draft KV has between steps. The pair at S − 1 has
+    # the last output token in it; a draft that reads tokens alone has one entry more for that token.
+    kv_ahead = 0
+
     def __init__(self, server_args: ServerArgs, target_worker: TpModelWorker):
         self.topk = server_args.speculative_eagle_topk
         self.speculative_num_steps = server_args.speculative_num_steps
@@ -49,20 +53,28 @@ class EagleDraftWorker(TpModelWorker):
         algorithm = SpeculativeAlgorithm.from_string(server_args.speculative_algorithm)
         target = target_worker.model_runner.model
         # A method that builds on this one has a name of its own.
-        kind = "EAGLE3" if algorithm.is_eagle3() else "EAGLE"
-        config = draft_config(server_args.speculative_draft_model_path, target_worker.model_config, kind)
-        super().__init__(server_args, config)
+        path, kind = server_args.speculative_draft_model_path, self._kind(algorithm)
+        super().__init__(server_args, draft_config(path, target_worker.model_config, kind))
         self._share_with(target, algorithm)
+        if self.topk > (tokens := len(self.model_runner.model.lm_head)):
+            raise ValueError(
+                f"speculative_eagle_topk={self.topk} is more than the {tokens} tokens of the draft's "
+                "vocabulary: lower it"
+            )
         # What never changes is made once: in a graph each small tensor costs as much as a launch.
         self._column_bits = column_bits(self.draft_slots_per_req(), self.device)
         requests = torch.arange(server_args.max_running_requests, device=self.device)
         self._request_of_beam = requests.repeat_interleave(self.topk)
 
+    def _kind(self, algorithm: SpeculativeAlgorithm) -> str:
+        """Which of draft_config's kinds of draft this is."""
+        return "EAGLE3" if algorithm.is_eagle3() else "EAGLE"
+
     def _share_with(self, target: nn.Module, algorithm: SpeculativeAlgorithm) -> None:
         """Have the draft model borrow from the target, and the target capture what the draft reads.
 
         Raises:
-            ValueError: the target or the token map does not fit, or more children are asked for than tokens.
+            ValueError: the target or the token map does not fit.
         """
         draft = self.model_runner.model
         embed, head = target.get_embed_and_head()
@@ -74,15 +86,13 @@ class EagleDraftWorker(TpModelWorker):
             draft.set_embed_and_head(embed, head[draft.hot_token_id])
         else:
             draft.set_embed_and_head(embed, head)
-        if self.topk > len(draft.lm_head):
-            raise ValueError(
-                f"speculative_eagle_topk={self.topk} is more than the {len(draft.lm_head)} tokens of the "
-                "draft's vocabulary: lower it"
-            )
 
     def draft_slots_per_req(self) -> int:
         # The first level needs no forward: its tokens come out of the draft extend before it.
         return self.topk * (self.speculative_num_steps - 1)
+
+    def _table(self) -> torch.Tensor:
+        return self.model_runner.req_to_token_pool.req_to_token
 
     # ---- prefill ----
 
@@ -122,16 +132,16 @@ class EagleDraftWorker(TpModelWorker):
             self._column_bits,
             self.kernels,
         )
-        table = self.model_runner.req_to_token_pool.req_to_token
+        ahead = step.moved(self.kv_ahead)
         levels = self.kernels.assign_draft_cache_locs(
-            table, step.req_pool_indices, step.seq_lens, self.draft_slots_per_req(), self.topk
+            self._table(), step.req_pool_indices, ahead.seq_lens, self.draft_slots_per_req(), self.topk
         )
         proposals = plan = None  # the attention backend's one plan serves all levels
         for level in zip(*levels, strict=True):
             if proposals is not None:
                 tree.grow(proposals)
             before = draft_input if proposals is None else proposals
-            forward_batch = self._draft_batch(step, tree, before.hidden_states, plan, *level)
+            forward_batch = self._draft_batch(ahead, tree, before.hidden_states, plan, *level)
             proposals, plan = self.model_runner.forward(forward_batch), forward_batch.attn_metadata
         n = self.speculative_num_draft_tokens
         return tree.build(proposals, draft_input.verified_id, step.seq_lens, n)
@@ -206,8 +216,10 @@ class EagleDraftWorker(TpModelWorker):
 
 
 class EAGLEWorkerV2(BaseSpecWorker):
+    draft_worker_class = EagleDraftWorker
+
     def __init__(self, server_args: ServerArgs, target_worker: TpModelWorker):
-        draft_worker = EagleDraftWorker(server_args, target_worker)
+        draft_worker = self.draft_worker_class(server_args, target_worker)
         n, is_chain = draft_worker.speculative_num_draft_tokens, draft_worker.topk == 1
         super().__init__(server_args, target_worker, draft_worker, n, draft_worker.max_path, is_chain)
         self.speculative_num_steps = server_args.speculative_num_steps
@@ -218,12 +230,17 @@ class EAGLEWorkerV2(BaseSpecWorker):
 
     def alloc_len_per_decode(self) -> int:
         """The draft's KV is scratch, in the same slots, and dead when verification begins."""
-        return max(self.draft_worker.draft_slots_per_req(), self.speculative_num_draft_tokens)
+        drafts = max(self.draft_worker.draft_slots_per_req(), self.max_path + 1)
+        return max(drafts + self.draft_worker.kv_ahead, self.speculative_num_draft_tokens)
+
+    def alloc_len_per_extend(self) -> int:
+        return self.draft_worker.kv_ahead
 
     def init_future_map(self, future_map: FutureMap) -> None:
         super().init_future_map(future_map)
         runner = self.draft_model_runner
-        hidden_size, topk = runner.model_config.hidden_size, self.draft_worker.topk
+        config, topk = runner.model_config, self.draft_worker.topk
+        hidden_size = config.hidden_size if config.fed_hidden_size else 0  # its own, from the second level on
         EagleDraftInput.init_future_map(future_map, topk, hidden_size, runner.dtype)
 
     def init_cuda_graphs(self, graphs: CudaGraphRunner) -> None:

@@ -87,8 +87,9 @@ class SpeculativeAlgorithm(Enum):
     def create_worker(self, server_args: ServerArgs) -> type[BaseSpecWorker]:
         """The class that runs this algorithm."""
         from .eagle_worker_v2 import EAGLEWorkerV2
+        from .standalone_worker_v2 import StandaloneWorkerV2
 
-        return {SpeculativeAlgorithm.EAGLE: EAGLEWorkerV2}[self]
+        return StandaloneWorkerV2 if self == SpeculativeAlgorithm.STANDALONE else EAGLEWorkerV2
 
 
 ALIASES: dict[str, Any] = {"NEXTN": "EAGLE"}
