@@ -87,9 +87,11 @@ class SpeculativeAlgorithm(Enum):
     def create_worker(self, server_args: ServerArgs) -> type[BaseSpecWorker]:
         """The class that runs this algorithm."""
         from .eagle_worker_v2 import EAGLEWorkerV2
+        from .ngram_worker import NGRAMWorker
         from .standalone_worker_v2 import StandaloneWorkerV2
 
-        return StandaloneWorkerV2 if self == SpeculativeAlgorithm.STANDALONE else EAGLEWorkerV2
+        others = {"STANDALONE": StandaloneWorkerV2, "NGRAM": NGRAMWorker}
+        return others.get(self.name, EAGLEWorkerV2)
 
 
 ALIASES: dict[str, Any] = {"NEXTN": "EAGLE"}
