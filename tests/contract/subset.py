@@ -47,6 +47,7 @@ TWICE = {
     "test_penalties.py",
     "test_poison.py",
     "test_prefix_cache.py",
+    "test_rejection_sampling.py",
     "test_scheduling.py",
     "test_termination.py",
 }

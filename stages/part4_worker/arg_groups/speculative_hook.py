@@ -58,10 +58,38 @@ def check_speculation(values: dict[str, Any], given: dict[str, Any], plugins: Ma
         )
     if algorithm not in plugins:
         _check_ngram(algorithm, values, given)
+        _check_rejection_sampling(algorithm, values)
     if values["speculative_token_map"] is not None and algorithm not in (None, "EAGLE", "NEXTN"):
         raise ValueError(
             f"speculative_token_map={values['speculative_token_map']!r} cuts down the LM head that EAGLE's "
             f"draft borrows, and {algorithm} borrows none (EAGLE3 has a vocabulary of its own); leave it out."
+        )
+
+
+def _check_rejection_sampling(algorithm: str | None, values: dict[str, Any]) -> None:
+    """What drafts are drawn by has to be the draft's own law, one token behind the other."""
+    flag = "speculative_use_rejection_sampling=True"
+    if not values["speculative_use_rejection_sampling"]:
+        return
+    if algorithm not in ("EAGLE", "NEXTN", "EAGLE3"):
+        raise ValueError(
+            f"{flag} is for EAGLE, EAGLE3 and NEXTN, upstream too, and not for {algorithm}; leave it out."
+        )
+    if values["speculative_eagle_topk"] not in (None, 1):
+        raise ValueError(
+            f"{flag} verifies chains, and speculative_eagle_topk={values['speculative_eagle_topk']} asks for "
+            "trees; set it to 1, as upstream wants it, or leave the flag out."
+        )
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if values[name] != 1:
+            raise ValueError(
+                f"{flag} is exact and knows no thresholds, upstream's neither, and {name}={values[name]} is "
+                "one; leave one of them out."
+            )
+    if values["enable_dp_attention"]:
+        raise ValueError(
+            f"{flag} does not run under enable_dp_attention here, for ranks agree on graphs and such rounds "
+            "run without; upstream does not refuse it; leave one of them out."
         )
 
 
@@ -91,7 +119,8 @@ def resolve_speculation(
     (3, 1, 4) for STANDALONE, whose draft is a whole model. Some given: topk is 4 (1 without trees), or the
     next larger one that gives enough nodes; steps is 5, or fewer where draft_tokens - 1 levels are enough, or
     the first larger one that gives enough nodes; draft_tokens is 8 at most, and steps + 1 for a chain. A
-    chain (topk 1) has exactly steps + 1 nodes. NGRAM has draft tokens alone, by default 12.
+    chain (topk 1), which rejection sampling asks for, has exactly steps + 1 nodes. NGRAM has draft tokens
+    alone, by default 12.
     """
     algorithm = values["speculative_algorithm"]
     if algorithm == "NGRAM" and values["speculative_num_draft_tokens"] is None:
@@ -103,6 +132,8 @@ def resolve_speculation(
     steps, topk, nodes = (values[name] for name in _TREE_FLAGS)
     if algorithm == "STANDALONE" and steps is topk is nodes is None:
         steps, topk = 3, 1
+    if values["speculative_use_rejection_sampling"]:
+        topk = 1
     has_tree = has("tree") and (values["page_size"] == 1 or has("page_tree"))
     derive_topk = topk is None
     topk = (4 if has_tree else 1) if derive_topk else topk

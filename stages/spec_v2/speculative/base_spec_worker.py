@@ -109,6 +109,10 @@ class BaseSpecWorker(ABC):
         mode = CaptureHiddenMode.FULL if is_eagle else CaptureHiddenMode.NULL
         self.target_worker.model_runner.init_extend_graphs(graphs, mode)
 
+    def graph_size(self, batch: ModelWorkerBatch) -> int | None:
+        """The size of the graphs that a round of `batch` is replayed in; None where it runs eagerly."""
+        return self.graphs.padded_size(len(batch.reqs), batch.global_step)
+
     def clear_cache_pool(self) -> None:  # noqa: B027
         """Forget what was said before, where a method remembers more than a step."""
 
@@ -117,7 +121,7 @@ class BaseSpecWorker(ABC):
     def verify(self, batch: ModelWorkerBatch, verify_input: EagleVerifyInput) -> EagleVerifyOutput:
         """One target forward over all nodes, then each request's path, its KV put where it is looked for."""
         greedy = batch.sampling_info.is_plain_greedy and not batch.return_logprob
-        size = self.graphs.padded_size(len(batch.reqs), batch.global_step)
+        size = self.graph_size(batch)
         if size is None:
             logits_output = self.target_forward(verify_input, topk=1 if greedy else None)
             output = self.accept(verify_input, logits_output, batch)

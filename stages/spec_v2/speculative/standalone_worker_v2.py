@@ -18,6 +18,7 @@ from torch import nn
 from ..managers.overlap_utils import DecodeStep
 from ..mem_cache.memory_pool import PADDING_SLOT
 from ..model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from .draft_sampler import DraftSampler
 from .eagle_info import EagleDraftInput, EagleVerifyOutput
 from .eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2
 from .spec_info import SpeculativeAlgorithm
@@ -35,7 +36,12 @@ class StandaloneDraftWorker(EagleDraftWorker):
         pass
 
     def forward_draft_extend(
-        self, forward_batch: ForwardBatch, next_token_ids: torch.Tensor, dp_rows: int | None
+        self,
+        forward_batch: ForwardBatch,
+        next_token_ids: torch.Tensor,
+        dp_rows: int | None,
+        sampler: DraftSampler | None = None,
+        output_positions: torch.Tensor | None = None,
     ) -> EagleDraftInput:
         """The draft over the same rows, and over the token behind them for what may follow it."""
         runner = self.model_runner
@@ -64,9 +70,11 @@ class StandaloneDraftWorker(EagleDraftWorker):
             topk=self.topk,
             dp_rows=dp_rows,
         )
-        return self.capture_for_decode(runner.forward(behind), next_token_ids)
+        return self.capture_for_decode(next_token_ids, *self._propose(behind, sampler, output_positions))
 
-    def draft_extend_forward(self, step: DecodeStep, output: EagleVerifyOutput) -> EagleDraftInput:
+    def draft_extend_forward(
+        self, step: DecodeStep, output: EagleVerifyOutput, sampler: DraftSampler | None = None
+    ) -> EagleDraftInput:
         """The same over the accepted tokens where they stand themselves: one position behind their pairs."""
         ahead, paths = step.moved(self.kv_ahead), output.paths
         slots = self.kernels.assign_extend_cache_locs(
@@ -77,7 +85,7 @@ class StandaloneDraftWorker(EagleDraftWorker):
             positions=paths.positions + self.kv_ahead,
             kv_lens=paths.kv_lens + self.kv_ahead,
         )
-        return super().draft_extend_forward(ahead, replace(output, paths=paths))
+        return super().draft_extend_forward(ahead, replace(output, paths=paths), sampler)
 
 
 class StandaloneWorkerV2(EAGLEWorkerV2):
