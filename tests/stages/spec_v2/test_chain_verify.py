@@ -95,7 +95,7 @@ def test_equal_laws_accept_everything(kernels):
 
 
 def test_a_stale_law_does_no_harm_to_a_greedy_request(kernels):
-    """Its own law is one-hot; what the draft's row holds was perhaps another batch's, or was never written."""
+    """Its own law is one-hot; what the draft's row holds may be of an earlier round, or was never written."""
     tokens = torch.tensor([[9, 2, 4], [9, 2, 3]]).repeat(3, 1)
     p = torch.eye(6)[torch.tensor([2, 4, 1])].expand(6, 3, 6)
     q = torch.zeros(6, 2, 6)

@@ -1,7 +1,7 @@
 """Verify a chain whose tokens were drawn, against the probabilities they were drawn with, in plain PyTorch.
 
-Restates chain_speculative_sampling_triton of sglang/srt/speculative/reject_sampling.py (#26312): speculative sampling as
-Leviathan et al. (ICML 2023) and Chen et al. (2023) have it.
+Restates chain_speculative_sampling_triton of sglang/srt/speculative/reject_sampling.py (#26312): speculative
+sampling as Leviathan et al. (ICML 2023) and Chen et al. (2023) have it.
 """
 
 from __future__ import annotations

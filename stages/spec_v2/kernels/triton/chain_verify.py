@@ -14,34 +14,35 @@ from .verify import _empty_paths, _store_walk
 
 
 @triton.jit
-def _rest(p, q, takes_rest, token, V: tl.constexpr):
-    """float64 weights of a block of tokens: max(p - q, 0), or p."""
+def _rest(p, q, known, token, V: tl.constexpr):
+    """float64 weights of a block of tokens: max(p - q, 0) of those below `known` (V or 0), p of others."""
     weight = tl.load(p + token, mask=token < V, other=0)
-    minus = tl.load(q + token, mask=(token < V) & takes_rest, other=0)
+    minus = tl.load(q + token, mask=token < known, other=0)
     return tl.maximum(weight - minus, 0.0).to(tl.float64)
 
 
 @triton.jit
-def _block_sums(p, q, takes_rest, V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS2: tl.constexpr):
+def _block_sums(p, q, known, V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS2: tl.constexpr):
     number = tl.arange(0, BLOCKS2)
     sums = tl.zeros([BLOCKS2], tl.float64)
     for block in range(tl.cdiv(V, BLOCK)):
-        part = tl.sum(_rest(p, q, takes_rest, block * BLOCK + tl.arange(0, BLOCK), V), 0)
+        part = tl.sum(_rest(p, q, known, block * BLOCK + tl.arange(0, BLOCK), V), 0)
         sums = tl.where(number == block, part, sums)
     return sums
 
 
 @triton.jit
-def _draw_rest(p, q, takes_rest, u, V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS2: tl.constexpr):
+def _draw_rest(p, q, known, u, V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS2: tl.constexpr):
     """A token by those weights; as sampling.draw."""
-    sums = _block_sums(p, q, takes_rest, V, BLOCK, BLOCKS2)
-    if takes_rest & (tl.sum(sums, 0) <= 0):
-        takes_rest = takes_rest & False
-        sums = _block_sums(p, q, takes_rest, V, BLOCK, BLOCKS2)
+    sums = _block_sums(p, q, known, V, BLOCK, BLOCKS2)
+    if (known > 0) & (tl.sum(sums, 0) <= 0):
+        # Rounding left nothing though the coin said no; then any possible token will do.
+        known = known * 0
+        sums = _block_sums(p, q, known, V, BLOCK, BLOCKS2)
     target = u.to(tl.float64) * tl.sum(sums, 0)
     block = _first_above(tl.cumsum(sums, 0), sums, target, BLOCKS2)
     before = tl.sum(tl.where(tl.arange(0, BLOCKS2) < block, sums, 0.0), 0)
-    weight = _rest(p, q, takes_rest, block * BLOCK + tl.arange(0, BLOCK), V)
+    weight = _rest(p, q, known, block * BLOCK + tl.arange(0, BLOCK), V)
     return (block * BLOCK + _first_above(before + tl.cumsum(weight, 0), weight, target, BLOCK)).to(tl.int64)
 
 
@@ -82,19 +83,21 @@ def _chain_kernel(
     seed = tl.load(seeds + request)
     position = tl.load(output_positions + request)
     depth = num_steps * 0
-    goes_on = depth < num_steps
-    while goes_on:
+    left = num_steps
+    while left > 0:
         token = tl.load(candidates + base + depth + 1)
         p = tl.load(target_probs + (base + depth) * V + token)
         q = tl.load(draft_probs + (request * num_steps + depth) * V + token)
-        goes_on = uniform(seed, position + depth, ACCEPT) * q < p
-        emitted = tl.where((level == depth) & goes_on, token, emitted)
-        depth += goes_on.to(tl.int32)
-        goes_on = goes_on & (depth < num_steps)
+        if uniform(seed, position + depth, ACCEPT) * q < p:
+            emitted = tl.where(level == depth, token, emitted)
+            depth += 1
+            left -= 1
+        else:
+            left = left * 0
     bonus = _draw_rest(
         target_probs + (base + depth) * V,
         draft_probs + (request * num_steps + tl.minimum(depth, num_steps - 1)) * V,
-        depth < num_steps,
+        tl.where(depth < num_steps, V, 0),
         uniform(seed, position + depth, SAMPLE),
         V,
         V_BLOCK,
@@ -103,7 +106,7 @@ def _chain_kernel(
     emitted = tl.where(level == depth, bonus, emitted)
     _store_walk(
         retrieve_index, slots, seq_lens, checks, tokens, nodes, is_finite, rows, path_slots, positions, lens,
-        kv_lens, last_rows, verified_id, request, level, emitted, depth, num_steps, N, STEPS2,
+        kv_lens, last_rows, verified_id, request, level.to(tl.int64), emitted, depth, num_steps, N, STEPS2,
     )  # fmt: skip
 
 
