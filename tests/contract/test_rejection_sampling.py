@@ -44,7 +44,7 @@ def test_filters(stage, engines, zoo, filters):
 
 def test_a_head_that_knows_nothing_does_not_bend_the_law(stage, engines, zoo):
     engine = big(engines, models.TOY8, TREE, skill=0.0, **REJECT)
-    check_law(zoo.ref(models.TOY8), PROMPT, draw(engine, PROMPT, {}))
+    check_law(zoo.ref(models.TOY8), PROMPT, draw(engine, PROMPT, {}, 1600))
 
 
 def test_a_draft_that_gives_no_numbers(stage, engines, zoo):
