@@ -34,13 +34,14 @@ setup: $(SETUP) ## the environment alone: .venv, or with PYTHON=… a check of t
 	        echo "python3 cannot make a virtual environment. On Debian: apt install python3-venv" >&2; exit 1; }; fi
 	@echo "set-up: about 55 packages into .venv (constraints.txt). The large one is torch: 0.2 GB to download"
 	@echo "as a CPU build, 3 GB where pip finds the CUDA build. Once; the next run takes what is there."
+	@echo "Some minutes, in which pip says nothing unless something fails."
 	@$(PY) -m pip install --quiet -c constraints.txt pip setuptools
 	@# Without the warning that folders here may hide an installed package of the same name: they are the package.
-	@PYTHONWARNINGS=ignore $(PY) -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@PYTHONWARNINGS=ignore $(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	@# A CUDA build of torch has brought its own triton; see constraints.txt.
 	@if $(PY) -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then \
 	    echo "set-up: triton for its interpreter (this torch is a CPU build), 0.2 GB to download"; \
-	    PYTHONWARNINGS=ignore $(PY) -m pip install -c constraints.txt --no-build-isolation -e '.[cpu]'; fi
+	    PYTHONWARNINGS=ignore $(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[cpu]'; fi
 	@touch $@
 
 .PHONY: check-packages
@@ -50,7 +51,7 @@ check-packages:
 model: $(SETUP) ## the embedded model and its draft head, in $FLEDGE_CACHE or ~/.cache/fledge
 	@$(PY) -m tools models fetch $(if $(FROM),--from '$(FROM)')
 
-demo: model ## the engines on the same prompts, as a table
+demo: model ## the engines on the same prompts, as a table; about six minutes the first time, on two cores
 	@$(PY) -m tools compare
 
 # Two files of tests at a time; a third process would want another two gigabytes.

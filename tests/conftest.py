@@ -19,6 +19,9 @@ import torch  # noqa: E402
 
 from tools.models.cache import ModelError, model_path  # noqa: E402
 
+# Its asserts say what was expected and what came, as those of test files do.
+pytest.register_assert_rewrite("tests.contract.probe")
+
 # A slow machine is no failure, and a run must fail for the same example every time.
 hypothesis.settings.register_profile("fledge", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fledge")

@@ -1,11 +1,18 @@
-"""Errors whose message is a sentence for the caller, and how a command ends with one."""
+"""Errors whose message is a sentence for the caller, how a command ends with one, and what it may suggest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import difflib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import typer
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """ " Did you mean NAME?" for the nearest of `names`; "" where none is near."""
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 @contextmanager

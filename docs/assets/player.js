@@ -320,5 +320,7 @@
 
   controls();
   open(Object.keys(traces)[0], 0);
+  // What the page is about, at once: a tree with more than one draft accepted. Home goes to the beginning.
+  go(state.scenes.findIndex(function (scene) { return scene.kind === "verify" && scene.entry.path.length > 2; }));
   window.addEventListener("resize", show);
 })();

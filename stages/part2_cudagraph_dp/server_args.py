@@ -52,6 +52,8 @@ _ALGORITHM_FEATURES = {
     "NGRAM": "ngram",
 }
 _DRAFTLESS = ("NGRAM",)
+# Flags of EAGLE's tree and of its draft, which mean nothing to a look-up.
+_NOT_FOR_NGRAM = ("speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk")
 # Algorithms that were registered from outside the package, where a stage has a registry: name → what raises
 # ValueError for flags that it cannot do with, or None. Their own flags are not looked at here.
 PLUGIN_ALGORITHMS: dict[str, Callable[[ServerArgs], None] | None] = {}
@@ -297,9 +299,10 @@ def _check_relations(values: dict[str, Any], given: dict[str, Any]) -> None:
     if algorithm is None:
         for name in given:
             if name.startswith("speculative_"):
+                wanted = "NGRAM" if "_ngram_" in name else "EAGLE"
                 raise ValueError(
                     f"{name}={given[name]!r} needs a speculative_algorithm; add "
-                    f"speculative_algorithm='EAGLE' or leave {name} out."
+                    f"speculative_algorithm={wanted!r} or leave {name} out."
                 )
     elif algorithm in PLUGIN_ALGORITHMS:
         if values["enable_dp_attention"]:
@@ -312,6 +315,7 @@ def _check_relations(values: dict[str, Any], given: dict[str, Any]) -> None:
             f"speculative_algorithm={algorithm!r} needs a draft model; give speculative_draft_model_path "
             "(the folder of a head trained for this target)."
         )
+    _check_ngram(algorithm, values, given)
     if values["speculative_token_map"] is not None and algorithm not in (None, "EAGLE", "NEXTN"):
         raise ValueError(
             f"speculative_token_map={values['speculative_token_map']!r} cuts down the LM head that EAGLE's "
@@ -340,6 +344,30 @@ def _check_relations(values: dict[str, Any], given: dict[str, Any]) -> None:
         raise ValueError(
             f"dist_timeout={values['dist_timeout']} is about ranks, and without enable_dp_attention there "
             "are none; leave it out."
+        )
+
+
+def _check_ngram(algorithm: str | None, values: dict[str, Any], given: dict[str, Any]) -> None:
+    """The flags of NGRAM with another algorithm, and other algorithms' with NGRAM."""
+    strange = _NOT_FOR_NGRAM
+    if algorithm != "NGRAM":
+        strange = [] if algorithm in PLUGIN_ALGORITHMS else [n for n in given if "_ngram_" in n]
+    for name in strange:
+        if name in given:
+            raise ValueError(
+                f"{name}={given[name]!r} means nothing to speculative_algorithm={algorithm!r}: NGRAM looks "
+                "its drafts up, and every other algorithm asks a model; leave it out."
+            )
+    low, high = (values[f"speculative_ngram_{end}_bfs_breadth"] for end in ("min", "max"))
+    if low > high:
+        raise ValueError(
+            f"speculative_ngram_min_bfs_breadth={low} is more than speculative_ngram_max_bfs_breadth={high}; "
+            "lower the one or raise the other."
+        )
+    if algorithm == "NGRAM" and values["enable_dp_attention"]:
+        raise ValueError(
+            "speculative_algorithm='NGRAM' does not run under enable_dp_attention, and upstream's does not "
+            "either; leave one of them out."
         )
 
 
@@ -381,9 +409,12 @@ def _resolve_speculation(values: dict[str, Any], features: Features) -> None:
     None given: (5, 4, 8), the values that v0.4.6 chooses by itself; (5, 1, 6) in a stage without trees. Some
     given: topk is 4 (1 without trees), or the next larger one that gives enough nodes; steps is 5, or fewer
     where draft_tokens - 1 levels are enough, or the first larger one that gives enough nodes; draft_tokens is
-    8 at most, and steps + 1 for a chain. A chain (topk 1) has exactly steps + 1 nodes.
+    8 at most, and steps + 1 for a chain. A chain (topk 1) has exactly steps + 1 nodes. NGRAM has draft tokens
+    alone, by default 12.
     """
     algorithm = values["speculative_algorithm"]
+    if algorithm == "NGRAM" and values["speculative_num_draft_tokens"] is None:
+        values["speculative_num_draft_tokens"] = 12
     if algorithm is None or algorithm in _DRAFTLESS or algorithm in PLUGIN_ALGORITHMS:
         return
     if algorithm == "NEXTN":
@@ -537,8 +568,8 @@ _CHECKS = {
     "speculative_ngram_min_bfs_breadth": _whole(1),
     "speculative_ngram_max_bfs_breadth": _whole(1),
     "speculative_ngram_match_type": _one_of("BFS", "PROB"),
-    "speculative_ngram_max_trie_depth": _whole(1),
-    "speculative_ngram_capacity": _whole(1),
+    "speculative_ngram_max_trie_depth": _whole(2, 256),
+    "speculative_ngram_capacity": _whole(1, 2**31 - 1),
     "enable_multi_layer_eagle": _flag,
     "page_size": _page_size,
     "max_total_tokens": _whole(1),

@@ -43,7 +43,8 @@ class Probe:
 
     def runners(self) -> list:
         """The target's model runner, and the draft's where there is one."""
-        return [self.target_runner, *([self.draft_runner] if self.draft_worker is not None else [])]
+        has_draft = hasattr(self.draft_worker, "draft_model_runner")
+        return [self.target_runner, *([self.draft_runner] if has_draft else [])]
 
     @property
     def overlaps(self) -> bool:
@@ -317,8 +318,10 @@ def swapped(owner, name: str, new):
 
 
 def _close(have: torch.Tensor, want: torch.Tensor, tolerance: float, what: str) -> None:
-    assert have.shape == want.shape, f"{what}: shape {tuple(have.shape)} for {tuple(want.shape)}"
-    worst = float((have - want).abs().nan_to_num(nan=float("inf")).max()) if have.numel() else 0.0
-    assert worst <= tolerance * max(1.0, float(want.abs().max()) if want.numel() else 1.0), (
-        f"{what} off by {worst}"
-    )
+    """Equal within `tolerance` of the largest value. The message shows the worst element and its indices."""
+    __tracebackhide__ = True  # the tensors are not for reading
+    assert (what, have.shape) == (what, want.shape)
+    off = (have - want).abs().nan_to_num(nan=float("inf"))
+    if off.numel() and float(off.max()) > tolerance * max(1.0, float(want.abs().max())):
+        at = tuple(map(int, np.unravel_index(int(off.argmax()), off.shape)))
+        assert (what, at, round(float(have[at]), 5)) == (what, at, round(float(want[at]), 5))

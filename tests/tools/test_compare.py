@@ -67,7 +67,10 @@ def test_the_table_fits_a_narrow_terminal() -> None:
     assert ["plain", "9.0", "1.00", "1.00", "-", "0.500", "0.000", "60/0/40", "yes"] in lines
     assert ["chain", "3/1/4", "9.0", "1.00", "2.00", "2.00", "0.500", "0.667", "60/15/25", "yes"] in lines
     assert any(words[:3] == ["tree", "3/4/8", "9.0"] and "rounding" in words for words in lines)
-    assert "…" not in out and all(len(line) <= 80 for line in out.splitlines())
+    for found in [*(rows := [row(seconds=[0.001]), chain, tree]), *rows]:
+        found.stage = "part2_cudagraph_dp"
+    for text in (out, printed([*rows, row()])):  # the second has stages to name
+        assert "identical" in text and "…" not in text and all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_speedups_are_against_plain_decoding_of_the_same_stage() -> None:
@@ -97,12 +100,14 @@ def test_notes_are_honest_about_speed() -> None:
     on_cpu, on_gpu = row(), row()
     for is_on in (False, True):  # a CPU has the runner of the graphs and no graphs
         on_cpu.info["is_on"]["cuda_graph"] = is_on
-        assert "need not mean more tokens/s" in notes([on_cpu], 48, 2)[-1]
+        assert "need not mean more tokens/s" in notes([on_cpu], 48, 2)[0]
     on_gpu.info["device"] = "cuda"
-    assert "No CUDA graphs" in notes([on_gpu], 48, 2)[-1]
+    assert "No CUDA graphs" in notes([on_gpu], 48, 2)[0]
     on_gpu.info["is_on"]["cuda_graph"] = True
     assert not any("No CUDA graphs" in line for line in notes([on_gpu], 48, 2))
-    assert "differ by up to 200%" in notes([on_cpu], 48, 3)[1]
+    noisy, _, spread = notes([on_cpu, row("chain 3/1/4", CHAIN, 4, seconds=[2.0, 2.1])], 48, 3)[1:4]
+    assert "Noisy: the runs of part4_worker, plain differ by more than 25%" in noisy
+    assert "differ by up to 200%" in spread
 
 
 def test_rows_follow_the_stage_and_the_flags() -> None:
@@ -115,6 +120,10 @@ def test_rows_follow_the_stage_and_the_flags() -> None:
     assert shapes({"page_size": 4}) == [(None,) * 3, CHAIN, TREE]
     assert shapes({"speculative_eagle_topk": 2}) == [(None,) * 3, (None, 2, None)]
     assert shapes({"speculative_algorithm": "none"}) == [(None,) * 3]
+    plain, looked_up = contenders(
+        resolve_stage("spec_v2"), {"speculative_algorithm": "ngram", "page_size": 4}
+    )
+    assert looked_up == plain | {"speculative_algorithm": "ngram"}
     assert len(read_prompts(PROMPTS)) == 8
 
 

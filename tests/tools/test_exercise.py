@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.tools.stage_helpers import NAMES, MadeUp
 from tools.bench.stages_door import BadInput
 from tools.exercises import mend, verbs
 from tools.exercises.mend import Scratch, read_exercises
+from tools.exercises.pytest_report import _asserted
 from tools.provenance import REPO
 
 STAGE = NAMES[3]
@@ -72,6 +74,7 @@ def repo(made_up: MadeUp, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(verbs, "REPO", folder)
     monkeypatch.setattr(read_exercises, "__defaults__", (folder,))
     monkeypatch.setattr(mend.read_later, "__defaults__", (folder,))
+    monkeypatch.setattr(mend, "COPIES", folder / "desk" / "exercises")
     monkeypatch.setenv("FLEDGE_CACHE", str(folder / "cache"))
     (folder / "desk").mkdir()
     monkeypatch.chdir(folder / "desk")
@@ -119,7 +122,11 @@ def test_red_then_green(copy: Path, exercise: Callable[..., Result]) -> None:
     assert green.exit_code == 0 and green.stdout.startswith("green  x is one.")
     assert "a47bf39123" in green.stdout and "#2730" in green.stdout and "eagle_utils.py" in green.stdout
     assert "a47bf39123" not in red.output  # the mending commit is shown after green
+    (copy / "values.py").write_text(VALUES.replace("x = 1", "x = 3"))  # once mended, it stays so
+    assert "exercise diff two" in exercise("check", "two").stderr
     assert "mended" in exercise("list").stdout
+    told = exercise("hint", "two").stdout
+    assert told.startswith("You have mended it. x is one.") and "a47bf39123" in told and "of 3" not in told
 
 
 @pytest.mark.parametrize(
@@ -199,6 +206,24 @@ def test_start_writes_over_nothing(copy: Path, exercise: Callable[..., Result], 
     assert sorted(path.name for path in Path("exercises").iterdir()) == ["two"]
 
 
+def test_the_next_commands_work_when_pasted(
+    repo: Path, exercise: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another folder, and for a copy in a place of its own with a space in it."""
+    elsewhere = tmp_path / "my own"
+    shown = exercise("start", "two", "--dir", elsewhere).stdout.splitlines()[-1]
+    words = shlex.split(shown.partition(": fledge exercise ")[2])
+    assert words == ["check", "two", "--dir", str(elsewhere)]
+    red = exercise(*words)
+    assert red.exit_code == 1
+    hint = shlex.split(red.stderr.splitlines()[-1].partition(": fledge exercise ")[2])
+    assert exercise(*hint).stdout.startswith("1 of 3")
+    exercise("start", "two")
+    monkeypatch.chdir(tmp_path)
+    assert "begun" in exercise("list").stdout
+    assert "fledge exercise hint two\n" in exercise("check", "two").stderr
+
+
 def test_a_patch_that_does_not_fit_leaves_nothing(
     repo: Path, exercise: Callable[..., Result], made_up: MadeUp
 ) -> None:
@@ -214,7 +239,7 @@ def test_without_a_copy_every_verb_says_what_to_run(
 ) -> None:
     done = exercise(verb, "two")
     assert done.exit_code == 2 and "fledge exercise start two" in done.stderr
-    assert "there are two" in exercise(verb, "three").stderr
+    assert "there are two. Did you mean two?" in exercise(verb, "twos").stderr
 
 
 def test_another_exercises_copy_and_a_spoilt_one(copy: Path, exercise: Callable[..., Result]) -> None:
@@ -260,3 +285,8 @@ def test_edits_of_a_copy_that_is_whole(copy: Path, repo: Path) -> None:
     assert scratch.edits() == ""
     (copy / "values.py").unlink()
     assert "-y = 1" in scratch.edits()
+
+
+def test_what_is_asserted_is_said_without_its_message() -> None:
+    assert _asserted('assert not lost, f"pages without an owner: {lost}"') == "not lost"
+    assert _asserted("_close(k, want)") == "_close(k, want)"

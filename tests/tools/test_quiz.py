@@ -68,7 +68,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_right_answer_is_kept(quiz: Callable[..., Result]) -> None:
     done = quiz("chapter-candidates", "--answer", " 36 ")
     assert done.exit_code == 0 and done.stdout.startswith("Right: 36. ")
-    assert "See it: git show v0.4.6" in done.stderr and "recorded ledger" in done.stderr
+    assert "See it in a clone of SGLang: git show v0.4.6" in done.stderr and "recorded ledger" in done.stderr
     listed = quiz("--list")
     [line] = [line for line in listed.stdout.splitlines() if line.startswith("chapter-candidates ")]
     assert line.split()[1] == "right" and "1 of" in listed.stderr
@@ -88,11 +88,14 @@ def test_wrong_answers_bring_hint_command_and_answer_in_turn(quiz: Callable[...,
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        (["part2-idle", "--answer", "z"], "answer with a letter, a, b, c, d"),
-        (["chapter-candidates", "--answer", "many"], "answer with one, like 12"),
+        (["part2-idle", "--answer", "z"], "answer as a letter, a, b, c, d"),
+        (["chapter-candidates", "--answer", "many"], "answer as a number, like 12"),
         (["month-order", "--answer", "abca"], "every letter once: a, b, c, d"),
-        (["page-mask", "--answer", " "], "no answer"),
+        (["page-mask", "--answer", "rows 3 to 7"], 'like 0 2 5, or "none"'),
+        (["page-mask", "--answer", " "], 'like 0 2 5, or "none"'),
+        (["longest-file", "--answer", "the utils"], "like scheduler.py"),
         (["nothing", "--answer", "1"], "--list names them all"),
+        (["pagemask", "--answer", "1"], "Did you mean page-mask?"),
         (["part", "--answer", "1"], "begins"),
         (["--answer", "1"], "An answer needs its question"),
     ],
@@ -105,17 +108,23 @@ def test_what_is_no_answer_counts_as_none(
     assert not progress_path().exists()
 
 
-def test_order_and_text_in_several_forms(quiz: Callable[..., Result]) -> None:
+def test_an_answer_in_several_forms(quiz: Callable[..., Result]) -> None:
     for answer in ("c d a b", "C,D,A,B", "cdab", "c > d > a > b"):
         assert quiz("month-order", "--answer", answer).exit_code == 0
     assert quiz("month-order", "--answer", "cdba").exit_code == 1
-    for answer in ("3,4,5,6,7", "3 4 5 6 7", "`3, 4, 5, 6, 7`"):
+    for answer in ("3,4,5,6,7", "3 4 5 6 7", "`3, 4, 5, 6, 7`", "7 6 5 4 3"):
         assert quiz("page-mask", "--answer", answer).exit_code == 0
+    for answer in ("3 4 5 6", "34567", "2 3 4 5 6 7", "none"):
+        assert quiz("page-mask", "--answer", answer).exit_code == 1
+    assert quiz("page-mask-partly", "--answer", "None").exit_code == 0
+    assert quiz("page-mask-partly", "--answer", "3 4 5").exit_code == 1
+    for answer in ("eagle_utils.py", "eagle_utils", "speculative/EAGLE_utils.py"):
+        assert quiz("longest-file", "--answer", answer).exit_code == 0
 
 
 def test_reset_forgets_one_or_all(quiz: Callable[..., Result]) -> None:
     quiz("part2-idle", "--answer", "c")
-    quiz("page-mask", "--answer", "x")
+    quiz("page-mask", "--answer", "none")
     quiz("longest-file", "--answer", "eagle_utils.py")
     assert "1 question." in quiz("part2-idle", "--reset").stdout
     assert json.loads(progress_path().read_text()) == {"tries": {"page-mask": 1}, "right": ["longest-file"]}
@@ -162,7 +171,7 @@ def test_at_a_terminal(small: Path, quiz: Callable[..., Result], monkeypatch: py
         "Right: 16. So it is.",
     ]
     assert said[-1] == "Not so. By day." and "1 of 2 answered rightly." in done.stderr
-    assert "no number" in done.stderr
+    assert "answer as a number" in done.stderr
 
 
 def test_the_clones_answer_counts(small: Path, quiz: Callable[..., Result]) -> None:

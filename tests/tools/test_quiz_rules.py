@@ -98,7 +98,7 @@ def question(rule: dict[str, Any], **fields: Any) -> Question:
         "id": "q",
         "page": "p",
         "asks": "?",
-        "kind": "text",
+        "kind": "file",
         "answer": None,
         "hint": "",
         "shows": "",
@@ -232,15 +232,15 @@ RULES: list[tuple[Question, Any, tuple[str, str], Any]] = [
     ),
     (
         question({"by": "freed_rows", "commit": "#3", "seq_len": 10, "page": 4, "n": 6, "kept": 3}),
-        "none",
+        [],
         ("align_evict", "evict"),
-        "3 4 5",
+        [3, 4, 5],
     ),
     (
         question({"by": "freed_rows", "commit": "#3", "seq_len": 9, "page": 4, "n": 8, "kept": 2}),
-        "3 4 5 6 7",
+        [3, 4, 5, 6, 7],
         ("align_evict", "evict"),
-        "2 3 4 5 6 7",
+        [2, 3, 4, 5, 6, 7],
     ),
     (
         question({"by": "parent_offset", "commit": "#3", "topk": 4, "request": 2}),
@@ -249,10 +249,10 @@ RULES: list[tuple[Question, Any, tuple[str, str], Any]] = [
         0,
     ),
     (
-        question({"by": "kept_rows", "commit": "#3", "rows": ["A", "B", "C"], "index": [0, 2]}),
-        "A B",
+        question({"by": "kept_rows", "commit": "#3", "index": [0, 2]}),
+        [0, 1],
         ("[: len(new_indices)]", "[new_indices]"),
-        "A C",
+        [0, 2],
     ),
     (
         question({"by": "reserved_names", "ref": "main"}),

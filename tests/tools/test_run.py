@@ -18,11 +18,13 @@ from tools.bench.stages_door import (
     HEAD,
     STAGES,
     TARGET,
+    TREE_FLAGS,
     BadInput,
     merge_flags,
     plain_flags,
     read_prompts,
     resolve_stage,
+    shape_name,
 )
 
 ESCAPE = "\x1b"
@@ -224,11 +226,22 @@ def test_defaults_come_from_the_stage_and_give_way_as_a_whole() -> None:
     chain = merge_flags(stage, {"speculative_eagle_topk": 1})
     assert chain["speculative_eagle_topk"] == 1 and "speculative_num_steps" not in chain
     assert merge_flags(stage, {"speculative_algorithm": "None"}) == {"model_path": TARGET}
+    # A look-up has neither a head nor a tree's shape.
+    looked_up = {"speculative_algorithm": "NGRAM", "speculative_ngram_capacity": 5}
+    assert merge_flags(stage, looked_up) == {"model_path": TARGET} | looked_up
     # A head serves one target only.
     assert merge_flags(stage, {"model_path": "other"}) == {"model_path": "other"}
     both = {"model_path": "other", "speculative_draft_model_path": "its head"}
     assert merge_flags(stage, both) == defaults | both
     assert plain_flags(defaults | {"page_size": 4}) == {"model_path": TARGET, "page_size": 4}
+
+
+def test_what_is_drafted_has_a_name() -> None:
+    def name(algorithm: str | None, *shape: int | None) -> str:
+        return shape_name({"speculative_algorithm": algorithm, **dict(zip(TREE_FLAGS, shape, strict=True))})
+
+    assert name(None, None, None, None) == "plain" and name("NGRAM", None, None, 12) == "n-grams 12"
+    assert name("EAGLE", 3, 1, 4) == "chain 3/1/4" and name("EAGLE", 3, 4, 8) == "tree 3/4/8"
 
 
 # the door

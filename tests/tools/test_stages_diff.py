@@ -220,6 +220,9 @@ def test_one_file_alone(two_stages: MadeUp, fledge: Callable) -> None:
     assert done.exit_code == 2 and "Neither stage has a file 'absent.py'" in done.output
     done = fledge("stages", "diff", "no_stage", "part4_worker")
     assert done.exit_code == 2 and "There is no stage 'no_stage'" in done.output
+    assert "Did you mean part4_worker?" in fledge("stages", "diff", "part4", "part4_worker").output
+    done = fledge("stages", "diff", "part4_worker", "stages/part4_worker")
+    assert done.exit_code == 2 and "the same stage: nothing to compare" in done.output
 
 
 class Page(HTMLParser):

@@ -30,6 +30,10 @@ FOLDER = REPO / "docs" / "data" / "bench"
 DOCUMENTS = ("README.md", "docs/data/bench/README.md")
 BLOCK = re.compile(r"(<!-- bench (?P<name>[^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 NOT_YET = "not measured yet"
+SCALED = (
+    "A bar that names tokens/round scales with them, since how good the draft head is does not belong to the "
+    "engine: “here” is the bar at the tokens/round that were reached."
+)
 HF_NAMES = ("hf greedy", "hf prompt look-up")
 
 Data = dict[str, Any]
@@ -138,7 +142,9 @@ def speed_table(folder: Path, link: Callable[[Path], str]) -> str:
     for row in goals["rows"]:
         reached = REACHED[row["id"]](data) if data is not None else None
         lines.append([row["what"], *_bars(row, reached)])
-    return _markdown(lines) + (f"\n\n{_about(data)} Source: {link(path)}" if data else "")
+    if data is None:
+        return _markdown(lines)
+    return f"{_markdown(lines)}\n\n{SCALED} {_about(data)} Source: {link(path)}"
 
 
 class Reached:
@@ -171,7 +177,7 @@ def _bars(row: dict[str, Any], reached: Reached | None) -> list[str]:
     def met(value: float) -> bool:
         return reached.value <= value * scale if less else reached.value >= value * scale
 
-    verdict = "goal met" if met(row["goal"]) else "must met" if met(row["must"]) else "misses must"
+    verdict = "goal met" if met(row["goal"]) else "must met" if met(row["must"]) else "short of must"
     about = [reached.name] if reached.name else []
     about += [f"{reached.per_round:.2f} tokens/round"] if reached.per_round else []
     note = f" ({', '.join(about)})" if about else ""
@@ -244,7 +250,10 @@ def _about(data: Data) -> str:
     engines = [p for p in data["processes"] if p["kind"] == "engine"]
     turns = Counter((p["configuration"], cell["set"], cell["batch"]) for p in engines for cell in p["cells"])
     halves = sum(count < 2 for count in turns.values())
-    half = f" Of {len(turns)} cells {halves} come from one process so far, not from two." if halves else ""
+    which = "Each number comes" if halves == len(turns) else f"{halves} of {len(turns)} numbers come"
+    half = (
+        f" {which} from one process so far; the second, in the opposite order, has not run." if halves else ""
+    )
     return (
         f"{data['device']}, driver {data.get('driver') or 'none'}, torch {versions['torch']}, "
         f"triton {versions.get('triton', 'none')}; commit {', '.join(sorted(commits))}.{half}"
@@ -289,7 +298,8 @@ def _host(data: Data) -> Reached | None:
     row = _row(data, best_per_batch(data, "engine").get(1), 1)
     if row is None or row["host_seconds"] is None:
         return None
-    return Reached(row["host_seconds"] * 1e6, row["configuration"])
+    hidden = "" if row["host_seconds"] else ", hidden behind the device"
+    return Reached(row["host_seconds"] * 1e6, row["configuration"] + hidden)
 
 
 def _never_slower(data: Data) -> Reached | None:

@@ -42,6 +42,7 @@ from .stages_door import (
 )
 
 SIMULATION_TOLERANCE = 0.03  # tokens per round
+NOISY = 0.25  # an engine's fastest run over its slowest, less 1, from which its speed says little
 
 
 @dataclass
@@ -210,7 +211,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 def table_of(rows: Sequence[Row]) -> Table:
     """The rows of one stage or several; the first of each stage is its plain decoding."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, header_style="bold")  # fits in 80 columns
     table.add_column("engine", no_wrap=True)
     for header in (
         "tokens\n/s",
@@ -249,19 +250,8 @@ def table_of(rows: Sequence[Row]) -> Table:
 def notes(rows: Sequence[Row], new_tokens: int, repeats: int) -> list[str]:
     """What a reader must know to read the table."""
     info, prompts = rows[0].info, len(rows[0].results)
-    spread = max(max(row.speeds) / min(row.speeds) - 1 for row in rows)
-    found = [
-        f"{prompts} prompts in one batch, {new_tokens} new tokens each, greedy, end of turn ignored; "
-        f"{info['device']}, {info['is_on']['dtype']}, {info['attention_backend']}.",
-        f"tokens/s: end to end, median of {repeats} runs per engine in alternated order, warm-up excluded; "
-        f"the fastest and the slowest run of an engine differ by up to {spread:.0%}.",
-        "tokens/round: what one verification gives; simulated: the same from a float32 replay of the loop on "
-        "these outputs, written apart from the engines.",
-        "identical: to plain decoding of the same stage; plain decoding itself to that of the first stage.",
-        "fwd/t: forwards of each model per generated token; one forward serves the whole batch.",
-        "time: in the target's forwards, in the draft's, and in all that the host does around them "
-        "(scheduling, trees, acceptance, text).",
-    ]
+    spreads = [max(row.speeds) / min(row.speeds) - 1 for row in rows]
+    found = []
     if info["device"] != "cuda":
         found.append(
             "Fewer forwards need not mean more tokens/s here: a CPU has no idle arithmetic, so a forward "
@@ -273,7 +263,23 @@ def notes(rows: Sequence[Row], new_tokens: int, repeats: int) -> list[str]:
             "kernels one by one, and a round of EAGLE launches several times as many as a step of plain "
             "decoding."
         )
-    return found
+    if noisy := [f"{row.stage}, {row.label}" for row, by in zip(rows, spreads, strict=True) if by > NOISY]:
+        found.append(
+            f"Noisy: the runs of {'; '.join(noisy)} differ by more than {NOISY:.0%}. Something else was at "
+            "work on this machine: do not compare their tokens/s."
+        )
+    return found + [
+        f"{prompts} prompts in one batch, {new_tokens} new tokens each, greedy, end of turn ignored; "
+        f"{info['device']}, {info['is_on']['dtype']}, {info['attention_backend']}.",
+        f"tokens/s: end to end, median of {repeats} runs per engine in alternated order, warm-up excluded; "
+        f"the fastest and the slowest run of an engine differ by up to {max(spreads):.0%}.",
+        "tokens/round: what one verification gives; simulated: the same from a float32 replay of the loop on "
+        "these outputs, written apart from the engines.",
+        "identical: to plain decoding of the same stage; plain decoding itself to that of the first stage.",
+        "fwd/t: forwards of each model per generated token; one forward serves the whole batch.",
+        "time: in the target's forwards, in the draft's, and in all that the host does around them "
+        "(scheduling, trees, acceptance, text).",
+    ]
 
 
 @command

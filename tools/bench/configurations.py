@@ -76,13 +76,14 @@ def flags_of(stage: Stage, given: dict[str, Any], shape: Shape | None) -> dict[s
 def contenders(stage: Stage, given: dict[str, Any]) -> list[dict[str, Any]]:
     """Engine flags of `fledge compare`'s rows: plain, then a chain and a tree as far as the stage has them.
 
-    Where `given` says something about the shape of a tree there is one speculative row, with that shape.
+    Where `given` says something about the shape of a tree there is one speculative row, with that shape;
+    likewise under NGRAM, whose trees have none.
     """
     flags = merge_flags(stage, given)
     rows = [plain_flags(flags)]
     if flags.get("speculative_algorithm") is None:
         return rows
-    if any(name in given for name in TREE_FLAGS):
+    if flags["speculative_algorithm"].upper() == "NGRAM" or any(name in given for name in TREE_FLAGS):
         return [*rows, flags]
     shapes = [CHAIN, TREE] if stage.has("tree") else [CHAIN]
     return rows + [flags | _tree_flags(shape) for shape in shapes]

@@ -115,7 +115,8 @@ def summary(result: dict[str, Any], info: dict[str, Any], cost: Cost) -> list[st
     if info["speculative_algorithm"] is not None:
         per_round = f": {meta['tokens_per_round']:.2f} tokens per round (plain decoding: 1)" if rounds else ""
         lines.append(f"rounds     {rounds}, after the prefill's one token{per_round}")
-        depths = min(info["speculative_num_steps"], info["speculative_num_draft_tokens"] - 1)
+        drafts = info["speculative_num_draft_tokens"] - 1
+        depths = min(info["speculative_num_steps"] or drafts, drafts)
         counts = accept_counts(meta.get("spec_correct_drafts_histogram", []), depths)
         shown = [f"draft {d}: {n} of {of} ({n / of:.0%})" for d, (n, of) in enumerate(counts, 1) if of]
         lines.append("accepted   " + (", ".join(shown) or "nothing was drafted"))

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..sentences import did_you_mean
+
 STAGES = Path(__file__).resolve().parents[2] / "stages"
 PROMPTS = Path(__file__).with_name("prompts.json")
 TARGET, HEAD = "smollm2-135m-instruct", "smollm2-135m-eagle"  # what `fledge models fetch` brings
@@ -96,9 +98,10 @@ def resolve_stage(text: str) -> Stage:
     for path in (STAGES / text, Path(text).expanduser()):
         if (path / "stage.toml").is_file():
             return _read(path.resolve())
-    names = ", ".join(stage.name for stage in all_stages())
+    names = [stage.name for stage in all_stages()]
     raise BadInput(
-        f"There is no stage {text!r}: give a name ({names}) or the path of a directory with a stage.toml."
+        f"There is no stage {text!r}: give a name ({', '.join(names)}) or the path of a directory with a "
+        f"stage.toml.{did_you_mean(text, names)}"
     )
 
 
@@ -117,15 +120,17 @@ def _read(path: Path) -> Stage:
 def merge_flags(stage: Stage, given: dict[str, Any]) -> dict[str, Any]:
     """The stage's default flags with the given ones over them, as keywords for `Engine`.
 
-    Three defaults give way as a whole: the tree's shape as soon as one of its numbers is given (the engine
-    derives the rest), all of speculation under `speculative_algorithm` "none", and all of speculation where
-    another target is given without a head for it.
+    Four defaults give way as a whole: the tree's shape as soon as one of its numbers is given (the engine
+    derives the rest), all of speculation under `speculative_algorithm` "none" and under "NGRAM", which has no
+    draft model, and all of speculation where another target is given without a head for it.
     """
     defaults, given = stage.default_flags(), dict(given)
-    is_off = given.get("speculative_algorithm", "").lower() == "none"
+    algorithm = given.get("speculative_algorithm", "").lower()
+    is_off, asks_nobody = algorithm == "none", algorithm == "ngram"
     if is_off:
         del given["speculative_algorithm"]
-    if is_off or ("model_path" in given and "speculative_draft_model_path" not in given):
+    has_no_head = "model_path" in given and "speculative_draft_model_path" not in given
+    if is_off or asks_nobody or has_no_head:
         defaults = plain_flags(defaults)
     if any(name in given for name in TREE_FLAGS):
         defaults = {name: value for name, value in defaults.items() if name not in TREE_FLAGS}
@@ -139,10 +144,12 @@ def plain_flags(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape_name(info: dict[str, Any]) -> str:
-    """What an engine drafts, from `get_server_info()`: "chain 3/1/4", "tree 3/4/8", or "plain"."""
+    """What an engine drafts, from `get_server_info()`: "chain 3/1/4", "tree 3/4/8", "n-grams 12", "plain"."""
     if info["speculative_algorithm"] is None:
         return "plain"
     steps, topk, nodes = (info[name] for name in TREE_FLAGS)
+    if info["speculative_algorithm"] == "NGRAM":
+        return f"n-grams {nodes}"
     return f"{'chain' if topk == 1 else 'tree'} {steps}/{topk}/{nodes}"
 
 

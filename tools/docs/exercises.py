@@ -18,7 +18,11 @@ def files(repo: Path) -> dict[str, str]:
         exercises, later = read_exercises(repo), read_later(repo)
     except BadInput as error:
         raise Problem(str(error)) from None
-    parts = [f"{len(questions)} questions. In the terminal, where your answers are kept: `fledge quiz`.\n"]
+    parts = [
+        f"{len(questions)} questions. In the terminal, where your answers are kept: `fledge quiz`. "
+        "`git …` is for a clone of SGLang, and `fledge upstream diff` needs one too: "
+        "`fledge upstream fetch` makes it.\n"
+    ]
     for page in dict.fromkeys(question.page for question in questions):
         own = [question for question in questions if question.page == page]
         parts.append(f"### {_title(repo, page)}\n\n" + "\n".join(map(asked, own)))
@@ -33,7 +37,7 @@ def files(repo: Path) -> dict[str, str]:
 def asked(question: Question) -> str:
     """One question, closed, with its hint and its answer closed inside it."""
     lines = [f'??? question "{_quoted(question.asks)}"']
-    lines += [f"    - {choice}" for choice in question.choices]
+    lines += [f"    - {choice}" for choice in question.choices] or [f"    Answer as {question.form}."]
     lines += ["", '    ??? tip "A hint"', f"        {question.hint}"]
     lines += [
         "",

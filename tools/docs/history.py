@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-from ..upstream.history import SPECULATIVE, Commit, Life, NotRecorded, UpstreamError, workers
+from ..upstream.history import SPECULATIVE, UPSTREAM_URL, Commit, Life, NotRecorded, UpstreamError, workers
 from ..upstream.ledger import LedgerHistory
 from .page import SNIPPETS, Problem, table
 
@@ -45,10 +45,16 @@ def pull_of(commit: Commit) -> str:
     return f"#{commit.pull}" if commit.pull else ""
 
 
+def commit_link(commit: str) -> str:
+    """A full hash, shortened, as a link to it; nothing is loaded from there."""
+    return f"[`{commit[:10]}`]({UPSTREAM_URL.removesuffix('.git')}/commit/{commit})"
+
+
 def commit_table(commits: list[Commit]) -> str:
     """A line for each commit, as `git log` would list them."""
     rows = [
-        [day(commit.day), day(f"`{commit.short}`"), pull_of(commit), text(commit.title)] for commit in commits
+        [day(commit.day), day(commit_link(commit.hash)), pull_of(commit), text(commit.title)]
+        for commit in commits
     ]
     return table(["date", "commit", "PR", "title"], rows)
 
@@ -70,9 +76,13 @@ def price(ledger: LedgerHistory) -> str:
     born, gone = ledger.head(PART4), ledger.commit(DELETED)
     removed = next(change.removed for change in gone.files if change.path == WORKER)
     rows = [
-        [day(born.day), f"part 4, `{born.short}`", f"{ledger.line_count(PART4, WORKER):,}"],
+        [day(born.day), f"part 4, {commit_link(born.hash)}", f"{ledger.line_count(PART4, WORKER):,}"],
         [day(ledger.head("v0.4.6").committed[:10]), "`v0.4.6`", f"{ledger.line_count('v0.4.6', WORKER):,}"],
-        [day(gone.day), f"the commit before `{gone.short}` (#{gone.pull}) deletes it", f"{removed:,}"],
+        [
+            day(gone.day),
+            f"the commit before {commit_link(gone.hash)} (#{gone.pull}) deletes it",
+            f"{removed:,}",
+        ],
     ]
     return table(["date", "state", "lines of `eagle_worker.py`"], rows)
 

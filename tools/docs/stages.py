@@ -51,10 +51,6 @@ def missing(what: str) -> str:
     return not_yet(f"This stage is not built yet; {what} will stand here as soon as it is.")
 
 
-def short(commit: str) -> str:
-    return f"`{commit[:10]}`"
-
-
 # Where it stands
 
 
@@ -66,7 +62,10 @@ def stands(stage: str, facts: dict[str, Any] | None, ledger: LedgerHistory) -> s
     until = f", and what followed up to `{upstream['until_tag']}`" if "until_tag" in upstream else ""
     present = ", ".join(f"`{name}`" for name in facts["features"]["present"])
     rows = [
-        ["upstream", f"{short(upstream['commit'])} (#{upstream['pull']}, {upstream['date']}){until}"],
+        [
+            "upstream",
+            f"{history.commit_link(upstream['commit'])} (#{upstream['pull']}, {upstream['date']}){until}",
+        ],
         ["what", facts["summary"]],
         ["features", present],
     ]
@@ -139,8 +138,8 @@ def touched(stage: str, ledger: LedgerHistory) -> str:
         [f"`{change.path}`", f"+{change.added or 0}", f"−{change.removed or 0}"] for change in found.files
     ]
     head = (
-        f"Upstream's {short(found.hash)} (#{found.pull}, {found.day}) changed {len(found.files)} "
-        f"file{'s' * (len(found.files) != 1)}, +{found.added:,} −{found.removed:,}. "
+        f"Upstream's {history.commit_link(found.hash)} (#{found.pull}, {found.day}) changed "
+        f"{len(found.files)} file{'s' * (len(found.files) != 1)}, +{found.added:,} −{found.removed:,}. "
         f"The diff itself: `fledge upstream diff {found.short}`.\n\n"
     )
     return f"{head}{table(['file', 'added', 'removed'], rows)}\n\n{diff_of_a_clone(found.hash)}"
@@ -159,7 +158,11 @@ def symbols(stage: str, facts: dict[str, Any] | None) -> str:
     if facts is None:
         return missing("which of its symbols stands where upstream")
     rows = [
-        [f"`{entry['here']}`", f"`{entry['upstream'].removeprefix(SRT)}`", short(entry["commit"])]
+        [
+            f"`{entry['here']}`",
+            f"`{entry['upstream'].removeprefix(SRT)}`",
+            history.commit_link(entry["commit"]),
+        ]
         for entry in facts.get("symbols", [])
     ]
     lead = f"New with this stage, and where each stands upstream, below `{SRT}`."
@@ -239,5 +242,5 @@ def commit_of(commit: str, ledger: LedgerHistory) -> str:
     try:
         head = ledger.head(commit)
     except UpstreamError:
-        return short(commit)
-    return f"{short(head.hash)} {history.pull_of(head)} {history.day(head.day)}"
+        return history.commit_link(commit)
+    return f"{history.commit_link(head.hash)} {history.pull_of(head)} {history.day(head.day)}"

@@ -21,6 +21,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import shlex
 import shutil
 import tempfile
 import tomllib
@@ -31,10 +32,12 @@ from typing import Any
 from ..bench.stages_door import BadInput
 from ..models.cache import write_json
 from ..provenance import REPO
+from ..sentences import did_you_mean
 from ..stages.mutants import Mutant, read_mutant
 from ..stages.story import ORDER, read_files
 
 EXERCISES = REPO / "docs" / "data" / "exercises.toml"
+COPIES = REPO / "exercises"
 HINTS = 3
 OWN = ".exercise"  # inside a scratch copy
 
@@ -83,7 +86,19 @@ def find_exercise(exercises: list[Exercise], name: str) -> Exercise:
     for exercise in exercises:
         if exercise.id == name:
             return exercise
-    raise BadInput(f"There is no exercise {name!r}; there are {', '.join(x.id for x in exercises)}.")
+    ids = [exercise.id for exercise in exercises]
+    raise BadInput(f"There is no exercise {name!r}; there are {', '.join(ids)}.{did_you_mean(name, ids)}")
+
+
+def default_folder(exercise: Exercise) -> Path:
+    """Where a copy goes by itself: exercises/NAME of this repository, as seen from here."""
+    return Path(os.path.relpath(COPIES / exercise.id))
+
+
+def command(verb: str, exercise: Exercise, folder: Path) -> str:
+    """`fledge exercise VERB` for the copy in `folder`, to be pasted."""
+    place = "" if folder == default_folder(exercise) else f" --dir {shlex.quote(str(folder))}"
+    return f"fledge exercise {verb} {exercise.id}{place}"
 
 
 def _table(repo: Path) -> dict[str, Any]:
@@ -142,8 +157,8 @@ class Scratch:
         """
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise BadInput(
-                f"{folder} is there and is not empty. `reset` starts over and keeps your work; "
-                "--dir puts the copy elsewhere."
+                f"{folder} is there and is not empty. To start over and keep your work: "
+                f"{command('reset', exercise, folder)} (--dir puts the copy elsewhere)."
             )
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -175,12 +190,13 @@ class Scratch:
             tried = Tried(**json.loads((folder / OWN / "tried.json").read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise BadInput(
-                f"There is no copy of {exercise.id} in {folder}. Run: fledge exercise start {exercise.id} "
-                "(and give the same --dir to every verb, if you chose one)."
+                f"There is no copy of {exercise.id} in {folder}. Make one: "
+                f"{command('start', exercise, folder)} (or say with --dir where it is)."
             ) from None
         except (OSError, ValueError, TypeError) as error:
             raise Spoilt(
-                f"{folder / OWN / 'tried.json'} cannot be read ({error}): `reset` starts over."
+                f"{folder / OWN / 'tried.json'} cannot be read ({error}). To start over: "
+                f"{command('reset', exercise, folder)}"
             ) from None
         if tried.exercise != exercise.id:
             raise BadInput(f"{folder} is a copy of {tried.exercise!r}, not of {exercise.id!r}.")

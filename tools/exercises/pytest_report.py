@@ -5,6 +5,7 @@ Loaded by `fledge exercise check` alone. In `assert a == b`, as the tests here a
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 from pathlib import Path
@@ -34,7 +35,7 @@ def pytest_assertrepr_compare(op: str, left: Any, right: Any) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     report = yield
     if report.failed and call.excinfo is not None:
-        _write(item.nodeid, _first_line(inspect.getdoc(getattr(item, "obj", None))), call.excinfo)
+        _write(item.nodeid, _first_paragraph(inspect.getdoc(getattr(item, "obj", None))), call.excinfo)
     _compared.clear()
     return report
 
@@ -46,7 +47,7 @@ def pytest_exception_interact(node: pytest.Collector, call: pytest.CallInfo) -> 
 
 
 def _write(test: str, holds: str, error: pytest.ExceptionInfo) -> None:
-    frames = [entry for entry in error.traceback if _inside(entry.path)]
+    frames = [entry for entry in error.traceback.filter(error) if _inside(entry.path)]
     in_test = [entry for entry in frames if _inside(entry.path).startswith("tests/")]
     told = {"test": test, "holds": holds, "where": [_place(entry) for entry in frames[-1:]]}
     if in_test and in_test[-1] is not frames[-1]:
@@ -59,7 +60,8 @@ def _write(test: str, holds: str, error: pytest.ExceptionInfo) -> None:
     else:
         lines = "; ".join(line.strip() for line in str(error.value).splitlines() if line.strip())[:_SHOWN]
         if error.errisinstance(AssertionError):
-            told |= {"expected": statement, "got": lines or "it does not hold"}
+            told |= {"expected": _asserted(statement), "got": lines or "it does not hold"}
+            statement = ""
         else:
             told |= {"expected": "no exception", "got": f"{error.typename}: {lines}"}
     if isinstance(error.value, SyntaxError) and error.value.filename:
@@ -67,6 +69,14 @@ def _write(test: str, holds: str, error: pytest.ExceptionInfo) -> None:
     told["line"] = statement
     with open(_file[0], "a", encoding="utf-8") as file:
         file.write(json.dumps(told) + "\n")
+
+
+def _asserted(statement: str) -> str:
+    """What an assert statement asserts, without its message."""
+    try:
+        return ast.unparse(ast.parse(statement).body[0].test)
+    except (SyntaxError, AttributeError, IndexError):
+        return statement
 
 
 def _inside(path: Path | str) -> str:
@@ -101,5 +111,6 @@ def _short(value: Any) -> str:
     return saferepr(value, maxsize=_SHOWN)
 
 
-def _first_line(text: str | None) -> str:
-    return text.partition("\n")[0] if text else ""
+def _first_paragraph(text: str | None) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join((text or "").partition("\n\n")[0].split())

@@ -4,7 +4,7 @@
 id = "part2-idle"
 page = "part2_cudagraph_dp"      # a page of docs/
 asks = "Which forward mode …?"
-kind = "choice"                  # or "number", "text", "order"
+kind = "choice"                  # or another of FORMS
 choices = ["IDLE", "EXTEND"]     # of a choice, and the items of an order
 of = ["#2640", "#2684"]          # of an order: what the rule's key is asked of
 answer = "IDLE"                  # as recorded; the rule recomputes it
@@ -27,9 +27,16 @@ from typing import Any
 
 from ..bench.stages_door import BadInput
 from ..provenance import REPO
+from ..sentences import did_you_mean
 
 QUIZ = REPO / "docs" / "data" / "quiz.toml"
-KINDS = ("choice", "number", "text", "order")
+FORMS = {  # kind → what an answer looks like
+    "choice": "a letter, {letters}",
+    "number": "a number, like 12",
+    "rows": 'row numbers in any order, like 0 2 5, or "none"',
+    "file": "the name of a file, like scheduler.py",
+    "order": "every letter once: {letters}",
+}
 
 
 @dataclass(frozen=True)
@@ -53,39 +60,50 @@ class Question:
         """(letter, choice); for a question without choices an empty list."""
         return list(zip(string.ascii_lowercase, self.choices, strict=False))
 
+    @property
+    def form(self) -> str:
+        """What an answer looks like."""
+        return FORMS[self.kind].format(letters=", ".join(letter for letter, _ in self.lettered()))
+
+    @property
+    def see(self) -> str:
+        """The command that shows it, after what it needs."""
+        needs = ""
+        if self.shows.startswith("git "):
+            needs = " in a clone of SGLang"
+        elif self.shows.startswith("fledge upstream diff"):
+            needs = " with a clone (fledge upstream fetch)"
+        return f"See it{needs}: {self.shows}"
+
     def read(self, text: str) -> Any:
-        """What a reader's words mean: a choice, a number, a text, or the items in order.
+        """What a reader's words mean, in the form of `answer`.
 
         Raises BadInput, with what an answer looks like, for words that are none.
         """
-        words = text.strip()
-        letters = {letter: choice for letter, choice in self.lettered()}
-        if self.kind == "number":
-            if not re.fullmatch(r"-?\d[\d,_ ]*", words):
-                raise BadInput(f"{text!r} is no number: answer with one, like 12.")
-            return int(re.sub(r"[,_ ]", "", words))
+        words = _plain(text)
+        letters = dict(self.lettered())
+        if self.kind == "number" and re.fullmatch(r"-?\d[\d_ ]*", words):
+            return int(re.sub(r"[_ ]", "", words))
+        if self.kind == "rows" and re.fullmatch(r"none|\d+( \d+)*", words):
+            return sorted({int(row) for row in words.split() if row != "none"})
+        if self.kind == "file" and re.fullmatch(r"[\w./-]*\w", words):
+            return words.rpartition("/")[2].removesuffix(".py") + ".py"
         if self.kind == "choice":
-            if words.lower() in letters:
-                return letters[words.lower()]
-            found = [choice for choice in self.choices if _plain(choice) == _plain(words)]
-            if not found:
-                raise BadInput(f"{text!r} is no choice: answer with a letter, {', '.join(letters)}.")
-            return found[0]
+            if words in letters:
+                return letters[words]
+            for choice in self.choices:
+                if _plain(choice) == words:
+                    return choice
         if self.kind == "order":
-            given = list(re.sub(r"[\s,>]", "", words.lower()))
-            if sorted(given) != sorted(letters):
-                raise BadInput(f"{text!r} is no order: answer with every letter once: {', '.join(letters)}.")
-            return [letters[letter] for letter in given]
-        if not _plain(words):
-            raise BadInput("That is no answer.")
-        return words
-
-    def is_right(self, given: Any, answer: Any) -> bool:
-        """Whether what `read` gave is `answer`; of a text neither case, commas nor quotes matter."""
-        return _plain(given) == _plain(answer) if self.kind == "text" else given == answer
+            given = re.sub(r"[ >]", "", words)
+            if sorted(given) == sorted(letters):
+                return [letters[letter] for letter in given]
+        raise BadInput(f"{text!r} is no answer here: answer as {self.form}.")
 
     def written(self, answer: Any) -> str:
         """An answer as one line."""
+        if self.kind == "rows":
+            return " ".join(map(str, answer)) or "none"
         return " · ".join(answer) if isinstance(answer, list) else str(answer)
 
 
@@ -109,7 +127,8 @@ def find_question(questions: Sequence[Question], name: str) -> Question:
     if len(found) == 1:
         return found[0]
     many = f"{name!r} begins {len(found)} of them" if found else f"There is no question {name!r}"
-    raise BadInput(f"{many}; fledge quiz --list names them all.")
+    near = "" if found else did_you_mean(name, [question.id for question in questions])
+    raise BadInput(f"{many}; fledge quiz --list names them all.{near}")
 
 
 def _question(entry: dict[str, Any]) -> Question:
@@ -119,7 +138,7 @@ def _question(entry: dict[str, Any]) -> Question:
     except TypeError as error:
         raise BadInput(f"quiz.toml, question {entry.get('id', '?')!r}: {error}") from None
     needs_choices = question.kind in ("choice", "order")
-    well = question.kind in KINDS and needs_choices == bool(question.choices)
+    well = question.kind in FORMS and needs_choices == bool(question.choices)
     well = well and len(set(question.choices)) == len(question.choices)
     if question.kind == "choice":
         well = well and question.answer in question.choices
@@ -137,4 +156,4 @@ def _question(entry: dict[str, Any]) -> Question:
 
 
 def _plain(words: str) -> str:
-    return " ".join(re.sub(r"[,`'\"()]", " ", str(words)).lower().split())
+    return " ".join(re.sub(r"[,`'\"()]", " ", words).lower().split())

@@ -111,23 +111,24 @@ def _ask(question: Question) -> None:
     say(f"{question.asks}  [{question.id}]")
     for letter, choice in question.lettered():
         say(f"  {letter}  {choice}")
+    aside(f"Answer as {question.form}.")
 
 
 def _judge(question: Question, words: str, history: History, progress: Progress) -> bool:
     """Say whether the answer is right, and what helps where it is not."""
     given = question.read(words)
     answer = answer_of(question, history)
-    right = question.is_right(given, answer)
+    right = given == answer
     wrong = progress.note(question.id, right)
     if right:
         say(f"Right: {question.written(answer)}. {question.because}")
-        aside(f"See it: {question.shows}")
+        aside(question.see)
     elif wrong == 1:
         say(f"Not so. {question.hint}")
     elif wrong == 2:
-        say(f"Not so. See it: {question.shows}")
+        say(f"Not so. {question.see}")
     else:
-        say(f"Not so. It is {question.written(answer)}. {question.because} See it: {question.shows}")
+        say(f"Not so. It is {question.written(answer)}. {question.because} {question.see}")
     return right
 
 
@@ -163,5 +164,5 @@ def _history() -> History:
         history = open_history()
     except UpstreamError as error:
         raise BadInput(str(error)) from None
-    aside(f"From {history.label}.")
+    aside(f"What counts is recomputed from {history.label}.")
     return history

@@ -32,7 +32,7 @@ class NoAnswer(Exception):
 
 
 def recompute(question: Any, history: History) -> Any:
-    """The answer of a `Question`, from `history`: a choice, a number, a text, or the items in order.
+    """The answer of a `Question`, from `history`: in the form of its kind.
 
     Raises NoAnswer where the facts no longer give one, and UpstreamError where the history cannot say.
     """
@@ -280,14 +280,14 @@ def draft_slots(history: History, commit: str, bs: int, steps: int, topk: int) -
 
 
 @_is(VALUES)
-def freed_rows(history: History, commit: str, seq_len: int, page: int, n: int, kept: int) -> str:
+def freed_rows(history: History, commit: str, seq_len: int, page: int, n: int, kept: int) -> list[int]:
     """Which of n rows a verification gives back, of which it keeps the first `kept` tokens."""
     first = 0
     rejected = set(range(kept, n))
     if _count(history, "align_evict_mask_to_page_size", commit, UTILS, "EagleVerifyInput.verify"):
         first = (seq_len + kept - 1) // page * page - seq_len
         rejected -= set(range(max(first, 0), min(first + page, n)))
-    return " ".join(map(str, sorted(rejected))) or "none"
+    return sorted(rejected)
 
 
 @_is(VALUES)
@@ -298,10 +298,9 @@ def parent_offset(history: History, commit: str, topk: int, request: int) -> int
 
 
 @_is(VALUES)
-def kept_rows(history: History, commit: str, rows: list[str], index: list[int]) -> str:
+def kept_rows(history: History, commit: str, index: list[int]) -> list[int]:
     """The rows that the draft state keeps when the batch keeps those of `index`."""
-    cut = _count(history, "len(new_indices)", commit, UTILS)
-    return " ".join(rows[: len(index)] if cut else [rows[i] for i in index])
+    return list(range(len(index))) if _count(history, "len(new_indices)", commit, UTILS) else index
 
 
 @_is(VALUES)

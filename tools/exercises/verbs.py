@@ -18,6 +18,8 @@ from .mend import (
     Exercise,
     Scratch,
     Spoilt,
+    command,
+    default_folder,
     find_exercise,
     keep,
     read_exercises,
@@ -28,13 +30,16 @@ from .red import Red, run_check
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="An exercise; fledge exercise list names them.")]
 Dir = Annotated[
-    Path | None, typer.Option("--dir", file_okay=False, help="The copy's folder; default: exercises/NAME.")
+    Path | None,
+    typer.Option(
+        "--dir", file_okay=False, help="The copy's folder; default: exercises/NAME of the repository."
+    ),
 ]
 
 
 @verb
 def list_exercises() -> None:
-    """The exercises in the order of the stages, and how far you are with each in ./exercises."""
+    """The exercises in the order of the stages, and how far you are with each in exercises/."""
     exercises = read_exercises()
     width = max(len(exercise.id) for exercise in exercises)
     for stage in dict.fromkeys(exercise.stage for exercise in exercises):
@@ -60,6 +65,9 @@ def hint(name: Name, folder: Dir = None) -> None:
     """Your next question; each call gives the next of three."""
     exercise, folder = _found(name, folder)
     scratch = Scratch.open(folder, exercise)
+    if scratch.tried.green:
+        say(f"You have mended it. {exercise.mended}\n")
+        return _show_commit(exercise)
     if scratch.tried.hints == HINTS:
         aside("These were all. The last one again; `solution` opens after a try.")
     else:
@@ -76,11 +84,14 @@ def check(name: Name, folder: Dir = None) -> None:
     aside(f"{' '.join(exercise.mutant.killed_by)}, on {folder} …")
     red = run_check(REPO, exercise, folder)
     scratch.tried.checks += bool(scratch.edits())
-    scratch.tried.green = not red
+    scratch.tried.green |= not red
     scratch.save()
     if red:
         _show(red[0], folder, exercise.stage)
-        aside(f"\nA question that helps: fledge exercise hint {exercise.id}")
+        if scratch.tried.green:
+            aside(f"\nYou had mended it. Your changes: {command('diff', exercise, folder)}")
+        else:
+            aside(f"\nA question that helps: {command('hint', exercise, folder)}")
         raise typer.Exit(1)
     say(f"green  {exercise.mended}\n")
     _show_commit(exercise)
@@ -104,7 +115,7 @@ def show_solution(
     exercise, folder = _found(name, folder)
     if not give_up and not Scratch.open(folder, exercise).tried.checks:
         raise BadInput(
-            f"Try first: edit {folder}, then fledge exercise check {exercise.id}. "
+            f"Try first: edit {folder}, then {command('check', exercise, folder)}. "
             "The solution opens after that, or with --give-up."
         )
     say(solution(REPO, exercise))
@@ -128,12 +139,12 @@ def reset(name: Name, folder: Dir = None) -> None:
 
 def _found(name: str, folder: Path | None) -> tuple[Exercise, Path]:
     exercise = find_exercise(read_exercises(), name)
-    return exercise, folder or Path("exercises") / exercise.id
+    return exercise, folder or default_folder(exercise)
 
 
 def _state(exercise: Exercise) -> str:
     try:
-        tried = Scratch.open(Path("exercises") / exercise.id, exercise).tried
+        tried = Scratch.open(default_folder(exercise), exercise).tried
     except BadInput:
         return ""
     return "mended" if tried.green else "tried" if tried.checks else "begun"
@@ -142,7 +153,7 @@ def _state(exercise: Exercise) -> str:
 def _began(exercise: Exercise, folder: Path) -> None:
     say(f"{exercise.title}\n\n{exercise.symptom}\n")
     say(f"The stage {exercise.stage} is in {folder}: a whole engine, with one defect in it. Mend it there.")
-    say(f"See it fail: fledge exercise check {exercise.id}")
+    say(f"See it fail: {command('check', exercise, folder)}")
 
 
 def _show(red: Red, folder: Path, stage: str) -> None:
@@ -172,4 +183,4 @@ def _show_commit(exercise: Exercise) -> None:
     say(f"Upstream  {commit.day}  {commit.short}  {commit.subject}")
     for change in commit.files:
         say(f"  +{change.added or 0:<5} -{change.removed or 0:<5} {change.path}")
-    aside(f"From {history.label}. In a clone: fledge upstream diff {commit.short}")
+    aside(f"From {history.label}. Line by line, with a clone: fledge upstream diff {commit.short}")

@@ -32,6 +32,8 @@ def diff(
     README.md are left out: they always differ.
     """
     stages = [resolve_stage(name) for name in (before, after)]
+    if stages[0].path == stages[1].path:
+        raise BadInput(f"{stages[0].name} twice is the same stage: nothing to compare.")
     diffs = fold(*(stage.path for stage in stages))
     if file is not None:
         diffs = [found for found in diffs if found.path == file]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +32,8 @@ class GenerationBatchResult:
     num_draft_tokens: int = 0  # nodes of each request's tree, root included; 0 where nothing was drafted
     readback: Readback | None = field(default=None, repr=False)
     tokens: list[list[int]] = field(default_factory=list)  # on the host: each request's tokens
+    _on_host: GenerationBatchResult | None = field(default=None, init=False, repr=False)
+    _reading: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     _PLAIN = ("next_token_ids", "is_finite", "accept_index", "hidden_states")
     _SCORED = ("logprobs", "input_logprobs")
@@ -44,7 +47,16 @@ class GenerationBatchResult:
         return self
 
     def read(self) -> GenerationBatchResult:
-        """The same on the host: the one blocking read of a step."""
+        """The same on the host: the one blocking read of a step, whoever asks first.
+
+        That is the scheduler, or a method that drafts on the host, in the job of the next step.
+        """
+        with self._reading:
+            if self._on_host is None:
+                self._on_host = self._read()
+        return self._on_host
+
+    def _read(self) -> GenerationBatchResult:
         arrays = iter(self.readback.wait())
         fields = {n: next(arrays) for n in self._PLAIN if getattr(self, n) is not None}
         for n in self._SCORED:

@@ -158,6 +158,8 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         self.tree_cache.reset()
         self.req_to_token_pool.clear()
         self.token_to_kv_pool_allocator.clear()
+        if self.draft_worker is not None:
+            self.draft_worker.clear_cache_pool()
 
     def flush_cache(self) -> bool:
         """Forget every cached prefix and reset the counters; refused (False) while requests run."""

@@ -30,6 +30,7 @@ from ..model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch,
 from ..model_executor.model_runner import ModelRunner
 from ..server_args import ServerArgs
 from .eagle_info import EagleVerifyInput, EagleVerifyOutput
+from .verify_cuda_graphs import VerifyCudaGraphs
 
 
 class BaseSpecWorker(ABC):
@@ -56,6 +57,7 @@ class BaseSpecWorker(ABC):
         self.target_worker, self.draft_worker = target_worker, draft_worker
         self.speculative_num_draft_tokens, self.max_path, self.is_chain = num_draft_tokens, max_path, is_chain
         self.device, self.kernels = target_worker.device, target_worker.kernels
+        self.round_graphs: VerifyCudaGraphs | None = None  # whoever calls `verify` makes them
 
     # ---- what the scheduler asks for ----
 
@@ -100,7 +102,23 @@ class BaseSpecWorker(ABC):
         self.target_worker.graphs = graphs
         self.target_worker.model_runner.init_extend_graphs(graphs, CaptureHiddenMode.FULL)
 
+    def clear_cache_pool(self) -> None:  # noqa: B027
+        """Forget what was said before, where a method remembers more than a step."""
+
     # ---- verification ----
+
+    def verify(self, batch: ModelWorkerBatch, verify_input: EagleVerifyInput) -> EagleVerifyOutput:
+        """One target forward over all nodes, then each request's path, its KV put where it is looked for."""
+        greedy = batch.sampling_info.is_plain_greedy and not batch.return_logprob
+        size = self.graphs.padded_size(len(batch.reqs), batch.global_step)
+        if size is None:
+            logits_output = self.target_forward(verify_input, topk=1 if greedy else None)
+            output = self.accept(verify_input, logits_output, batch)
+            output.result.start_read()
+            return output
+        if greedy and not batch.return_hidden_states:
+            return self.round_graphs.verify(size)
+        return self.round_graphs.verify_with_logits(size, verify_input, batch)
 
     def _table(self) -> torch.Tensor:
         return self.target_worker.model_runner.req_to_token_pool.req_to_token

@@ -272,19 +272,6 @@ class EAGLEWorkerV2(BaseSpecWorker):
         tree = self.draft_worker.draft_forward(step, draft_input)
         return EagleVerifyInput(step, self.verify_slots(step), *tree)
 
-    def verify(self, batch: ModelWorkerBatch, verify_input: EagleVerifyInput) -> EagleVerifyOutput:
-        """One target forward over all nodes, then each request's path, its KV put where it is looked for."""
-        greedy = batch.sampling_info.is_plain_greedy and not batch.return_logprob
-        size = self.graphs.padded_size(len(batch.reqs), batch.global_step)
-        if size is None:
-            logits_output = self.target_forward(verify_input, topk=1 if greedy else None)
-            output = self.accept(verify_input, logits_output, batch)
-            output.result.start_read()
-            return output
-        if greedy and not batch.return_hidden_states:
-            return self.round_graphs.verify(size)
-        return self.round_graphs.verify_with_logits(size, verify_input, batch)
-
     def forward_draft_extend_after_decode(
         self, batch: ModelWorkerBatch, verify_input: EagleVerifyInput, output: EagleVerifyOutput
     ) -> None:

@@ -87,8 +87,9 @@ class SpeculativeAlgorithm(Enum):
     def create_worker(self, server_args: ServerArgs) -> type[BaseSpecWorker]:
         """The class that runs this algorithm."""
         from .eagle_worker_v2 import EAGLEWorkerV2
+        from .ngram_worker import NGRAMWorker
 
-        return {SpeculativeAlgorithm.EAGLE: EAGLEWorkerV2}[self]
+        return NGRAMWorker if self == SpeculativeAlgorithm.NGRAM else EAGLEWorkerV2
 
 
 ALIASES: dict[str, Any] = {"NEXTN": "EAGLE"}
