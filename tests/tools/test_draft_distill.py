@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tests.tools.head_helpers import HIDDEN, VOCAB, random_text, tiny_target, write_folder
+from tools.models import draft_distill
 from tools.models.cache import ModelError
 from tools.models.draft_distill import (
     DistillSettings,
@@ -127,6 +128,23 @@ def test_a_killed_run_goes_on_to_the_same_model(target, text, tmp_path):
     distill(target, text, broken, recipe(), log_every=2, save_every=0)
     for name, tensor in load_file(whole / "model.safetensors").items():
         assert torch.equal(tensor, load_file(broken / "model.safetensors")[name]), name
+
+
+def test_the_fit_is_not_made_twice(target, text, tmp_path, monkeypatch):
+    fits = []
+
+    def fit(*args):
+        fits.append(args)
+        fit_lens(*args)
+
+    def kill(step):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(draft_distill, "fit_lens", fit)
+    with pytest.raises(KeyboardInterrupt):
+        distill(target, text, tmp_path, recipe(), on_step=kill)
+    distill(target, text, tmp_path, recipe())
+    assert len(fits) == 1
 
 
 def test_another_choice_of_layers_does_not_go_on_in_the_same_folder(target, text, tmp_path):

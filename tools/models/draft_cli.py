@@ -17,7 +17,7 @@ def distill_draft(
             file_okay=False, help="Where the draft goes; the cache, as TARGET-draft, if not given."
         ),
     ] = None,
-    layers: Annotated[str, typer.Option(help="Layers of the target that stay; -1 is its last.")] = "0,1",
+    layers: Annotated[str, typer.Option(help="Layers of the target that stay; -1 is its last.")] = "0,1,2,3",
     text: Annotated[
         Path | None,
         typer.Option(
@@ -37,7 +37,7 @@ def distill_draft(
     ] = None,
     tokens_per_batch: Annotated[int, typer.Option(min=64, help="Padding included.")] = 4096,
     learning_rate: Annotated[float, typer.Option(min=0, help="Its highest value.")] = 3e-4,
-    fit_tokens: Annotated[int, typer.Option(min=1, help="Positions that the start is fitted on.")] = 16384,
+    fit_tokens: Annotated[int, typer.Option(min=1, help="Positions that the start is fitted on.")] = 65536,
     seed: int = 0,
     device: Device = "auto",
 ) -> None:

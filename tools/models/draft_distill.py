@@ -26,6 +26,7 @@ from .head_batches import Batch, Feed, epoch_batches, free_memory
 from .head_data import Text, load_text
 from .head_loss import soft_cross_entropy
 from .head_model import FrozenTarget
+from .head_progress import progress_bar
 from .head_train import Run, go_on, write_record
 
 COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -46,7 +47,7 @@ class DistillSettings:
     learning_rate: float = 1e-3
     warmup: int = 20
     weight_decay: float = 0.01
-    fit_tokens: int = 16384
+    fit_tokens: int = 65536
     seed: int = 0
 
     # What the head trainer's loop asks for besides: there is one pass, and no hidden state to match.
@@ -107,13 +108,16 @@ def fit_lens(model: DraftModel, batches: Iterable[Batch], tokens: int) -> None:
     size = len(model.lens)
     gram, product = (torch.zeros(size, size, dtype=torch.float64, device=model.lens.device) for _ in "gp")
     seen = 0
-    for batch in batches:
-        x = model.states(batch.tokens).flatten(0, 1)[batch.targets].double()
-        gram += x.T @ x
-        product += x.T @ batch.hidden.flatten(0, 1)[batch.targets].double()
-        seen += len(x)
-        if seen >= tokens:
-            break
+    with progress_bar() as progress:
+        task = progress.add_task("fitting the lens", total=tokens)
+        for batch in batches:
+            x = model.states(batch.tokens).flatten(0, 1)[batch.targets].double()
+            gram += x.T @ x
+            product += x.T @ batch.hidden.flatten(0, 1)[batch.targets].double()
+            seen += len(x)
+            progress.update(task, completed=min(seen, tokens))
+            if seen >= tokens:
+                break
     ridge = 1e-3 * gram.diagonal().mean()
     gram.diagonal().add_(ridge)
     model.lens.copy_(torch.linalg.solve(gram, product).T)
@@ -150,9 +154,10 @@ def distill(
     model = DraftModel(target, settings.layers)
     run = Run(target, out, settings, model)
     feed = Feed(text, target, free_memory(target.device) // 2)
-    if run.step == 0:
+    if not run.checkpoint_path.exists():
         places = epoch_batches(text.lengths, settings.tokens_per_batch, settings.seed, 0)
         fit_lens(model, (feed.batch(*place) for place in places), settings.fit_tokens)
+        run.save()
 
     def losses(batch: Batch, hidden_weight: float) -> tuple[Tensor, Tensor]:
         return batch_loss(model, target, batch)
