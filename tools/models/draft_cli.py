@@ -26,7 +26,7 @@ def distill_draft(
     ] = None,
     conversations: Annotated[int, typer.Option(min=1, help="How many to write.")] = 256,
     held_out: Annotated[int, typer.Option(min=1, help="How many more are kept to measure on.")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Limit of most answers.")] = 192,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Limit of an answer.")] = 192,
     stage: Annotated[
         str, typer.Option(help="Whose engine writes: a name under stages/ or a path.")
     ] = "part4_worker",
@@ -61,7 +61,12 @@ def distill_draft(
         if text is None:
             text = out / "text"
             wanted = TextSettings(
-                conversations=conversations, held_out=held_out, max_new_tokens=max_new_tokens, seed=seed
+                conversations=conversations,
+                held_out=held_out,
+                max_new_tokens=max_new_tokens,
+                long_share=0.0,
+                past_end_tokens=max_new_tokens,
+                seed=seed,
             )
             write_text_with(stage, folder, text, wanted, where, slots)
         totals = distill(folder, text, out, settings, where)
