@@ -1,4 +1,4 @@
-"""`fledge models train-head · eval-head · convert-head · token-map · distill-draft`, added by `register`."""
+"""`fledge models train-head · eval-head · convert-head · token-map`; `register` adds them to `models`."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,14 +13,14 @@ Target = Annotated[str, typer.Argument(help="A model in the cache, or a folder."
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
-def _sentences() -> AbstractContextManager[None]:
+def sentences_of_heads() -> AbstractContextManager[None]:
     """Show what the reader can mend as its sentence alone, and exit with 1."""
     from ..bench.stages_door import BadInput
 
     return sentences(1, ModelError, BadInput)
 
 
-def _device(name: str) -> str:
+def device_of(name: str) -> str:
     import torch
 
     usable = torch.cuda.is_available()
@@ -69,10 +69,10 @@ def train_head(
     from .head_train import Settings, train
     from .head_writer import write_text_with
 
-    with _sentences():
+    with sentences_of_heads():
         if text_only and train_only:
             raise ModelError("--text-only and --train-only together leave nothing to do; give one of them.")
-        folder, where, text = find_model(target), _device(device), text or out / "text"
+        folder, where, text = find_model(target), device_of(device), text or out / "text"
         settings = None
         if not text_only:
             settings = Settings(
@@ -140,13 +140,13 @@ def eval_head(
     from .head_eval import CHAINS, TREES
     from .head_report import evaluate
 
-    with _sentences():
+    with sentences_of_heads():
         found = evaluate(
             find_model(target),
             find_model(head),
             text,
             questions,
-            _device(device),
+            device_of(device),
             limit=limit,
             max_tokens=max_tokens,
             cut_loops=cut_loops,
@@ -190,7 +190,7 @@ def convert_head(
 
     from .head_convert import convert_head as convert
 
-    with _sentences():
+    with sentences_of_heads():
         config = None
         if target is not None:
             config = json.loads((find_model(target) / "config.json").read_text(encoding="utf-8"))
@@ -205,7 +205,7 @@ def token_map(
     """List the most frequent tokens of a text, for an engine's speculative_token_map."""
     from .head_vocab import write_token_map
 
-    with _sentences():
+    with sentences_of_heads():
         found = write_token_map(text, out, size)
         parts = " and ".join(
             f"{100 * found[name]:.2f} % of the {name.replace('_', '-')} answers"
@@ -215,57 +215,9 @@ def token_map(
         typer.echo(f"{found['tokens']:,} tokens, {parts}; map in {out}")
 
 
-def distill_draft(
-    target: Target,
-    out: Annotated[
-        Path | None,
-        typer.Argument(file_okay=False, help="Where the draft goes; into the cache if not given."),
-    ] = None,
-    layers: Annotated[int, typer.Option(min=1, help="How many of the target's layers are kept.")] = 6,
-    text: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="Folder of the training text; beside the draft if not given."),
-    ] = None,
-    train_only: Annotated[bool, typer.Option("--train-only", help="Take the text as it is.")] = False,
-    conversations: Annotated[int, typer.Option(min=1, help="How many to write.")] = 4096,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Limit of most answers.")] = 512,
-    stage: Annotated[
-        str, typer.Option(help="Whose engine writes: a name under stages/ or a path.")
-    ] = "part4_worker",
-    slots: Annotated[int, typer.Option(min=1, help="Conversations written side by side.")] = 64,
-    steps: Annotated[int | None, typer.Option(min=0, help="Stop after so many; 0 only prunes.")] = None,
-    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after so many minutes.")] = None,
-    tokens_per_batch: Annotated[int, typer.Option(min=64, help="Padding included.")] = 16384,
-    learning_rate: Annotated[float, typer.Option(min=0, help="Its highest value.")] = 5e-4,
-    seed: int = 0,
-    device: Device = "auto",
-) -> None:
-    """Make a STANDALONE draft: the target with fewer layers, briefly distilled on text that it writes."""
-    from .cache import models_root
-    from .draft_distill import DistillSettings, distill
-    from .head_data import TextSettings
-    from .head_writer import write_text_with
-
-    with _sentences():
-        folder, where = find_model(target), _device(device)
-        out = out or models_root() / f"{folder.name}-draft"
-        text = text or out.with_name(f".{out.name}-text")
-        minutes = 10 if steps is None and minutes is None else minutes
-        settings = DistillSettings(layers, steps, minutes, tokens_per_batch, learning_rate, seed=seed)
-        if not train_only:
-            wanted = TextSettings(
-                conversations=conversations, held_out=1, max_new_tokens=max_new_tokens, seed=seed
-            )
-            write_text_with(stage, folder, text, wanted, where, slots)
-        totals = distill(folder, text, out, settings, where)
-        agreement = f"; agreement {totals['last']['agreement']:.3f}" if totals["step"] else ""
-        typer.echo(f"{totals['step']} steps{agreement}; draft in {out}")
-
-
 def register(app: typer.Typer) -> None:
-    """Add the five commands to `app`."""
+    """Add the four commands to `app`."""
     app.command("train-head")(train_head)
     app.command("eval-head")(eval_head)
     app.command("convert-head")(convert_head)
     app.command("token-map")(token_map)
-    app.command("distill-draft")(distill_draft)
