@@ -240,7 +240,7 @@ class EAGLEWorkerV2(BaseSpecWorker):
             return self.forward_extend(batch, on_publish)
         verify_input = self.draft(batch)
         output = self.verify(batch, verify_input)
-        on_publish(verify_input.step.req_pool_indices, output.paths.kv_lens[: len(batch.reqs)])
+        on_publish()
         self.forward_draft_extend_after_decode(batch, verify_input, output)
         return output.result
 
@@ -249,7 +249,8 @@ class EAGLEWorkerV2(BaseSpecWorker):
         self._idle_while_others_draft(batch.global_step)
         forward_batch = ForwardBatch.init_new(batch, self.target_worker.model_runner)
         result = self.target_worker.forward_and_sample(batch, forward_batch)
-        on_publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        self.future_map.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        on_publish()
         draft_input = self.draft_worker.forward_draft_extend(
             forward_batch, result.next_token_ids[:, 0], batch.global_step.draft_extend_rows
         )
@@ -263,8 +264,8 @@ class EAGLEWorkerV2(BaseSpecWorker):
         size = self.graphs.padded_size(len(batch.reqs), batch.global_step)
         if size is not None:
             return self.round_graphs.draft(size, batch)
-        arrays = upload(self.device, batch.req_pool_indices, batch.prompt_lens)
-        return self.grow(DecodeStep.resolve(self.future_map, *arrays, batch.seq_lens_cpu, batch.global_step))
+        inputs = (*upload(self.device, *batch.decode_inputs), batch.seq_lens_cpu, batch.global_step)
+        return self.grow(DecodeStep.resolve(self.future_map, self.req_to_token_pool, *inputs))
 
     def grow(self, step: DecodeStep) -> EagleVerifyInput:
         """The device's part of drafting."""
