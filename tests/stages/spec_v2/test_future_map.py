@@ -79,13 +79,15 @@ def test_where_no_backend_plans_nothing_is_waited_for():
     assert futures.resolve_seq_lens_cpu(np.array([1])) is None
 
 
-def test_padding_rows_never_get_a_length(engines, zoo):
+@pytest.mark.parametrize("tree", [None, (3, 2, 8)], ids=tree_id)
+def test_padding_rows_never_get_a_length_or_a_slot(engines, zoo, tree):
     """They publish and stash what they like into row 0, and stand at 0 in every step."""
-    engine = engines.get(tree=(3, 2, 8), cuda_graph_bs=[8])
+    engine = engines.get(tree=tree, cuda_graph_bs=[8])
     run(engine, zoo.prompts((5, 9, 7), 12), {"max_new_tokens": 12})
     futures = engine.scheduler.future_map
     assert int(futures.new_seq_lens_buf[0]) == 0
-    assert int(futures.draft_state["topk_index"].max()) < zoo.ref().vocab
+    assert not engine.scheduler.req_to_token_pool.req_to_token[0].any()
+    assert all(int(state.max()) < zoo.ref().vocab for state in futures.draft_state.values())
 
 
 @pytest.mark.parametrize("tree", [None, (3, 1, 4), (3, 2, 8)], ids=tree_id)
