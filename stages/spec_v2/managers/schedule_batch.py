@@ -339,8 +339,11 @@ class ScheduleBatch:
 
     def check_decode_mem(self, alloc_len: int = 1) -> bool:
         """Whether the reservation for a step fits, after evicting."""
-        need = self.token_to_kv_pool_allocator.new_slots(*self.reserved_lens(alloc_len))
-        return self.evict_from_tree_cache(need)
+        allocator = self.token_to_kv_pool_allocator
+        most = len(self.reqs) * most_new_slots(alloc_len, allocator.page_size)
+        if most <= allocator.available_size():  # nearly always
+            return True
+        return self.evict_from_tree_cache(allocator.new_slots(*self.reserved_lens(alloc_len)))
 
     def alloc_slots(self, now: np.ndarray, then: np.ndarray) -> np.ndarray:
         """Slots for positions now … then − 1 of each request, [sum], entered in the host's table."""

@@ -17,6 +17,7 @@ import itertools
 import numpy as np
 import torch
 
+from ..layers.logits_processor import LogitsProcessorOutput
 from ..managers.generation_result import GenerationBatchResult
 from ..managers.overlap_utils import DecodeStep, OnPublish
 from ..managers.schedule_batch import ModelWorkerBatch
@@ -28,7 +29,7 @@ from ..model_executor.packed_buffer import PackedBuffer
 from ..server_args import ServerArgs
 from .base_spec_worker import BaseSpecWorker
 from .cpp_ngram.ngram_corpus import make_corpus
-from .eagle_info import EagleVerifyInput
+from .eagle_info import EagleVerifyInput, EagleVerifyOutput
 from .verify_cuda_graphs import VerifyCudaGraphs
 
 TREE_FIELDS = 5  # arrays that describe the trees of a step; see NgramCorpus.match
@@ -69,9 +70,19 @@ class NGRAMWorker(BaseSpecWorker):
         verify_input = self.draft(batch)
         output = self.verify(batch, verify_input)
         on_publish()
-        self.future_map.stash(verify_input.step.req_pool_indices, output.paths.verified_id[: len(batch.reqs)])
         self._unread.append((self._ids_of(batch), output.result))
         return output.result
+
+    def accept(
+        self,
+        verify_input: EagleVerifyInput,
+        logits_output: LogitsProcessorOutput,
+        batch: ModelWorkerBatch | None,
+    ) -> EagleVerifyOutput:
+        """The last token is all that the next round needs of this one."""
+        output = super().accept(verify_input, logits_output, batch)
+        self.future_map.stash(verify_input.step.req_pool_indices, output.paths.verified_id)
+        return output
 
     def forward_extend(self, batch: ModelWorkerBatch, on_publish: OnPublish) -> GenerationBatchResult:
         """An ordinary prefill. It waits for nothing, and while it runs the corpus takes in its prompts."""

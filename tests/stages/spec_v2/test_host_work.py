@@ -6,17 +6,23 @@ import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stages.spec_v2.model_executor import device_io
-from tests.contract.harness import run, tree_id
+from tests.contract.harness import run
 from tests.contract.probe import Operations, swapped
 
 NEW_TOKENS = 24
+METHODS = {
+    "plain": {},
+    "3-1-4": {"tree": (3, 1, 4)},
+    "3-4-8": {"tree": (3, 4, 8)},
+    "ngram": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6},
+}
 
 
 @pytest.mark.parametrize("page", [1, 4])
-@pytest.mark.parametrize("tree", [None, (3, 1, 4), (3, 4, 8)], ids=tree_id)
-def test_a_step_sends_once_replays_and_copies_once(engines, zoo, tree, page):
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_sends_once_replays_and_copies_once(engines, zoo, method, page):
     """Outside its graphs a job has two operations, the two copies; the scheduler beside it has none."""
-    engine, prompts = engines.get(tree=tree, page_size=page), zoo.prompts((5, 9, 7), NEW_TOKENS)
+    engine, prompts = engines.get(**METHODS[method], page_size=page), zoo.prompts((5, 9, 7), NEW_TOKENS)
     scheduler = engine.scheduler
     real_submit, real_replay = scheduler.forward_stream.submit, scheduler.graphs.replay
     run(engine, prompts, {"max_new_tokens": NEW_TOKENS})  # sizes are prepared
