@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .adaptive_config import all_candidate_steps, read_adaptive_config
+
 MAX_DRAFT_TOKENS = 64  # one row of the tree mask is one 64-bit word
 MAX_TOPK = 16
 
 _TREE_FLAGS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 _DRAFTLESS = ("NGRAM",)
+_EAGLE = ("EAGLE", "NEXTN", "EAGLE3")
 _NOT_FOR_RANKS = ("NGRAM", "STANDALONE")
 # Flags of EAGLE's tree and of its draft, which mean nothing to a look-up.
 _NOT_FOR_NGRAM = ("speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk")
@@ -59,6 +62,7 @@ def check_speculation(values: dict[str, Any], given: dict[str, Any], plugins: Ma
     if algorithm not in plugins:
         _check_ngram(algorithm, values, given)
         _check_rejection_sampling(algorithm, values)
+        _check_adaptive(algorithm, values)
     if values["speculative_token_map"] is not None and algorithm not in (None, "EAGLE", "NEXTN"):
         raise ValueError(
             f"speculative_token_map={values['speculative_token_map']!r} cuts down the LM head that EAGLE's "
@@ -71,7 +75,7 @@ def _check_rejection_sampling(algorithm: str | None, values: dict[str, Any]) -> 
     flag = "speculative_use_rejection_sampling=True"
     if not values["speculative_use_rejection_sampling"]:
         return
-    if algorithm not in ("EAGLE", "NEXTN", "EAGLE3"):
+    if algorithm not in _EAGLE:
         raise ValueError(
             f"{flag} is for EAGLE, EAGLE3 and NEXTN, upstream too, and not for {algorithm}; leave it out."
         )
@@ -91,6 +95,32 @@ def _check_rejection_sampling(algorithm: str | None, values: dict[str, Any]) -> 
             f"{flag} does not run under enable_dp_attention here, for ranks agree on graphs and such rounds "
             "run without; upstream does not refuse it; leave one of them out."
         )
+
+
+def _check_adaptive(algorithm: str | None, values: dict[str, Any]) -> None:
+    """Upstream warns of these combinations and goes on with fixed steps."""
+    flag = "speculative_adaptive=True"
+    if not values["speculative_adaptive"]:
+        if values["speculative_adaptive_config"] is not None:
+            raise ValueError(
+                f"speculative_adaptive_config={values['speculative_adaptive_config']!r} means nothing by "
+                f"itself; add {flag} or leave it out."
+            )
+        return
+    also = "upstream would ignore the flag there"
+    if algorithm not in _EAGLE:
+        raise ValueError(
+            f"{flag} is for EAGLE, EAGLE3 and NEXTN, and not for {algorithm}; {also}; leave it out."
+        )
+    if values["speculative_eagle_topk"] not in (None, 1):
+        raise ValueError(
+            f"{flag} changes the length of chains, and speculative_eagle_topk="
+            f"{values['speculative_eagle_topk']} asks for trees; {also}; set it to 1 or leave one out."
+        )
+    for name in ("enable_dp_attention", "enable_multi_layer_eagle"):
+        if values[name]:
+            why = "ranks would choose differently" if "dp" in name else "there is one module for each step"
+            raise ValueError(f"{flag} does not go with {name}, for {why}; {also}; leave one of them out.")
 
 
 def _check_ngram(algorithm: str | None, values: dict[str, Any], given: dict[str, Any]) -> None:
@@ -116,11 +146,12 @@ def resolve_speculation(
     """Fill in steps, topk and draft tokens, and refuse numbers that no tree can have.
 
     None given: (5, 4, 8), the values that v0.4.6 chooses by itself; (5, 1, 6) in a stage without trees;
-    (3, 1, 4) for STANDALONE, whose draft is a whole model. Some given: topk is 4 (1 without trees), or the
+    (3, 1, 4) for STANDALONE, whose draft is a whole model; a chain of the middle one of all candidates where
+    steps are adaptive. Some given: topk is 4 (1 without trees), or the
     next larger one that gives enough nodes; steps is 5, or fewer where draft_tokens - 1 levels are enough, or
     the first larger one that gives enough nodes; draft_tokens is 8 at most, and steps + 1 for a chain. A
     chain (topk 1), which rejection sampling asks for, has exactly steps + 1 nodes. NGRAM has draft tokens
-    alone, by default 12.
+    alone, by default 12. Adaptive steps begin with a candidate.
     """
     algorithm = values["speculative_algorithm"]
     if algorithm == "NGRAM" and values["speculative_num_draft_tokens"] is None:
@@ -132,8 +163,13 @@ def resolve_speculation(
     steps, topk, nodes = (values[name] for name in _TREE_FLAGS)
     if algorithm == "STANDALONE" and steps is topk is nodes is None:
         steps, topk = 3, 1
-    if values["speculative_use_rejection_sampling"]:
+    if values["speculative_use_rejection_sampling"] or values["speculative_adaptive"]:
         topk = 1
+    if values["speculative_adaptive"]:
+        config = read_adaptive_config(values["speculative_adaptive_config"], MAX_DRAFT_TOKENS - 1)
+        candidates = all_candidate_steps(config)
+        if steps is nodes is None:
+            steps = candidates[len(candidates) // 2]
     has_tree = has("tree") and (values["page_size"] == 1 or has("page_tree"))
     derive_topk = topk is None
     topk = (4 if has_tree else 1) if derive_topk else topk
@@ -159,6 +195,11 @@ def resolve_speculation(
         raise ValueError(
             f"A chain (topk 1) has exactly steps + 1 draft tokens, and {numbers} contradicts that; set "
             f"speculative_num_draft_tokens={steps + 1} or leave it out."
+        )
+    if values["speculative_adaptive"] and steps not in candidates:
+        raise ValueError(
+            f"speculative_num_steps={steps} is none of the candidates of speculative_adaptive, "
+            f"{', '.join(map(str, candidates))}; choose one of them or leave it out."
         )
     capacity = draft_capacity(steps, topk)
     if nodes > capacity:

@@ -46,6 +46,8 @@ class SchedulerOutputProcessorMixin:
         self: Scheduler, batch: ScheduleBatch, result: GenerationBatchResult
     ) -> None:
         drafts = result.num_draft_tokens - 1
+        if drafts >= 0:
+            self.model_worker.on_verify_complete_cpu(result)
         for i, req in batch.rows_in_time():
             count = req.take(result, i)
             req.kv_len += count

@@ -67,6 +67,10 @@ class TpModelWorker:
         """The positions behind a prompt that its prefill writes."""
         return 0
 
+    def activate_step_by_batch(self, batch_size: int) -> TpModelWorker:
+        """Who runs the decode step that is launched next, over `batch_size` requests."""
+        return self
+
     def rows_per_req(self) -> tuple[int, int, int]:
         """Rows of a decoding request in a forward of the draft loop, of the target, in the draft extend."""
         return 0, 1, 0

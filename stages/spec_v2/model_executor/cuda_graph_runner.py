@@ -124,7 +124,7 @@ class CudaGraphRunner:
         replay; a result that is not shared lives as long as its graph does, in every size anew.
         """
         rows = len(tensor) // size
-        if name not in self._shared:
+        if name not in self._shared or len(self._shared[name]) < len(tensor):  # rounds differ in their rows
             self._shared[name] = tensor.new_empty(self.sizes[-1] * rows, *tensor.shape[1:])
         return self._shared[name][: len(tensor)].copy_(tensor)
 

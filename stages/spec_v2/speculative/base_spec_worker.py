@@ -11,6 +11,8 @@ and ends when all is launched.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -85,6 +87,17 @@ class BaseSpecWorker(ABC):
         """Rows of a decoding request in a forward of the draft loop, of the target, in the draft extend."""
         return 0, self.speculative_num_draft_tokens, 0
 
+    def activate_step_by_batch(self, batch_size: int) -> BaseSpecWorker:
+        """Who runs the decode step that is launched next, over `batch_size` requests."""
+        return self
+
+    def on_verify_complete_cpu(self, result: GenerationBatchResult) -> None:  # noqa: B027
+        """A round's result has come to the host, where a method chooses its next rounds by that."""
+
+    def internal_state(self) -> dict[str, Any]:
+        """What `get_server_info()` says of the method."""
+        return {}
+
     def forward_idle(self, step: GlobalStep) -> GenerationBatchResult | None:
         """See TpModelWorker.forward_idle. A method that has not been made for ranks need not have it."""
         raise NotImplementedError(f"{type(self).__name__} cannot run beside other ranks")
@@ -110,6 +123,10 @@ class BaseSpecWorker(ABC):
         is_eagle = SpeculativeAlgorithm.from_string(self.server_args.speculative_algorithm).is_eagle()
         mode = CaptureHiddenMode.FULL if is_eagle else CaptureHiddenMode.NULL
         self.target_worker.model_runner.init_extend_graphs(graphs, mode)
+
+    def graph_sizes(self) -> Sequence[int]:
+        """The sizes in which a round of this worker is recorded."""
+        return self.graphs.sizes
 
     def graph_size(self, batch: ModelWorkerBatch) -> int | None:
         """The size of the graphs that a round of `batch` is replayed in; None where it runs eagerly."""

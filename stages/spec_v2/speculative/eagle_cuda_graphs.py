@@ -33,9 +33,9 @@ class EagleCudaGraphs(VerifyCudaGraphs):
 
     def _capture(self, size: int) -> None:
         super()._capture(size)
-        step = self.graphs.result(("draft", size)).step
-        output = self.graphs.result(("verify", size))
-        self.graphs.capture(("draft_extend", size), partial(self.worker.extend_draft, step, output))
+        step = self.graphs.result(self._key("draft", size)).step
+        output = self.graphs.result(self._key("verify", size))
+        self.graphs.capture(self._key("draft_extend", size), partial(self.worker.extend_draft, step, output))
 
     def _draft(self, buffer: PackedBuffer) -> EagleVerifyInput:
         worker = self.worker
@@ -54,13 +54,15 @@ class EagleCudaGraphs(VerifyCudaGraphs):
         self.seq_lens_cpu = seq_lens_cpu
         draft_worker = self.worker.draft_worker
         if slots := draft_worker.draft_slots_per_req():
-            self._plan(self.draft_runner, ForwardMode.DECODE, size, slots + draft_worker.kv_ahead)
-        return self.graphs.replay(("draft", size))
+            entries = slots + draft_worker.kv_ahead
+            self._plan(self.draft_runner, ForwardMode.DECODE, size, draft_worker.topk, entries)
+        return self.graphs.replay(self._key("draft", size))
 
     def draft_extend(self, size: int) -> None:
-        entries = self.worker.max_path + 1 + self.worker.draft_worker.kv_ahead
-        self._plan(self.draft_runner, ForwardMode.DRAFT_EXTEND, size, entries)
-        self.graphs.replay(("draft_extend", size))
+        width = self.worker.max_path + 1
+        entries = width + self.worker.draft_worker.kv_ahead
+        self._plan(self.draft_runner, ForwardMode.DRAFT_EXTEND, size, width, entries)
+        self.graphs.replay(self._key("draft_extend", size))
 
     def idle(self, size: int) -> GenerationBatchResult:
         """A round of padding rows, for the collectives that the other ranks' graphs hold."""

@@ -47,10 +47,6 @@ class EagleDraftWorker(TpModelWorker):
 
     def __init__(self, server_args: ServerArgs, target_worker: TpModelWorker):
         self.topk = server_args.speculative_eagle_topk
-        self.speculative_num_steps = server_args.speculative_num_steps
-        self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
-        # A path has at most one node per level, and no more nodes than the tree.
-        self.max_path = min(self.speculative_num_steps, self.speculative_num_draft_tokens - 1)
         algorithm = SpeculativeAlgorithm.from_string(server_args.speculative_algorithm)
         target = target_worker.model_runner.model
         # A method that builds on this one has a name of its own.
@@ -63,9 +59,20 @@ class EagleDraftWorker(TpModelWorker):
                 "vocabulary: lower it"
             )
         # What never changes is made once: in a graph each small tensor costs as much as a launch.
-        self._column_bits = column_bits(self.draft_slots_per_req(), self.device)
         requests = torch.arange(server_args.max_running_requests, device=self.device)
         self._request_of_beam = requests.repeat_interleave(self.topk)
+        row = requests.unsqueeze(1)
+        self._root_links = (row, torch.full_like(row, -1), torch.full_like(row, -1))
+        self._root_mask = torch.ones_like(row).unsqueeze(2)
+        self.set_shape(server_args.speculative_num_steps, server_args.speculative_num_draft_tokens)
+
+    def set_shape(self, num_steps: int, num_draft_tokens: int) -> None:
+        """What a round looks like: levels of its trees, and nodes of them to verify, the root included."""
+        self.speculative_num_steps = num_steps
+        self.speculative_num_draft_tokens = num_draft_tokens
+        # A path has at most one node per level, and no more nodes than the tree.
+        self.max_path = min(num_steps, num_draft_tokens - 1)
+        self._column_bits = column_bits(self.draft_slots_per_req(), self.device)
 
     def _kind(self, algorithm: SpeculativeAlgorithm) -> str:
         """Which of draft_config's kinds of draft this is."""
@@ -90,7 +97,7 @@ class EagleDraftWorker(TpModelWorker):
 
     def draft_slots_per_req(self) -> int:
         # The first level needs no forward: its tokens come out of the draft extend before it.
-        return self.topk * (self.speculative_num_steps - 1)
+        return self.topk * max(self.speculative_num_steps - 1, 0)
 
     def _table(self) -> torch.Tensor:
         return self.model_runner.req_to_token_pool.req_to_token
@@ -148,6 +155,8 @@ class EagleDraftWorker(TpModelWorker):
         self, step: DecodeStep, draft_input: EagleDraftInput, sampler: DraftSampler | None = None
     ) -> tuple[torch.Tensor | None, ...]:
         """Grow `steps` levels, the first out of the draft extend before: fields of EagleVerifyInput."""
+        if self.speculative_num_steps == 0:
+            return self._roots(step)
         tree = DraftTree(
             draft_input.topk_p,
             draft_input.topk_index,
@@ -173,6 +182,12 @@ class EagleDraftWorker(TpModelWorker):
         n = self.speculative_num_draft_tokens
         built = tree.build(proposals, draft_input.verified_id, step.seq_lens, n)
         return *built, torch.stack(laws, dim=1) if sampler else None
+
+    def _roots(self, step: DecodeStep) -> tuple[torch.Tensor, ...]:
+        """The same where nothing is drafted: every tree is its root."""
+        bs = len(step.seq_lens)
+        links = (t[:bs] for t in self._root_links)
+        return step.output_tokens.unsqueeze(1), self._root_mask[:bs], step.seq_lens, *links
 
     def _draft_batch(
         self,

@@ -86,12 +86,14 @@ class SpeculativeAlgorithm(Enum):
 
     def create_worker(self, server_args: ServerArgs) -> type[BaseSpecWorker]:
         """The class that runs this algorithm."""
+        from .adaptive_worker import AdaptiveEAGLEWorker
         from .eagle_worker_v2 import EAGLEWorkerV2
         from .ngram_worker import NGRAMWorker
         from .standalone_worker_v2 import StandaloneWorkerV2
 
         others = {"STANDALONE": StandaloneWorkerV2, "NGRAM": NGRAMWorker}
-        return others.get(self.name, EAGLEWorkerV2)
+        eagle = AdaptiveEAGLEWorker if server_args.speculative_adaptive else EAGLEWorkerV2
+        return others.get(self.name, eagle)
 
 
 ALIASES: dict[str, Any] = {"NEXTN": "EAGLE"}

@@ -8,6 +8,7 @@ has host memory of its own, for the step before is still under way.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from abc import ABC, abstractmethod
@@ -32,20 +33,38 @@ if TYPE_CHECKING:
 class VerifyCudaGraphs(ABC):
     def __init__(self, worker: BaseSpecWorker, graphs: CudaGraphRunner):
         self.worker, self.graphs = worker, graphs
+        self.label: tuple = ()  # behind a graph's name and size, where there are several shapes of rounds
         self.inputs: dict[int, PackedBuffer] = {}
         self.readbacks: dict[int, Iterator[Readback]] = {}
         self._views: dict[tuple[int, int], EagleVerifyInput] = {}
         self.target_runner = worker.target_worker.model_runner
         most = max(graphs.sizes, default=0)
         self.target_runner.attn_backend.init_cuda_graph_state(most, worker.speculative_num_draft_tokens)
-        graphs.register(self._capture)
+        self._register()
+
+    def of(self, worker: BaseSpecWorker) -> VerifyCudaGraphs:
+        """The same graphs for a worker whose rounds are narrower."""
+        other = copy.copy(self)
+        other.worker, other.label = worker, (worker.speculative_num_draft_tokens,)
+        other.inputs, other.readbacks, other._views = {}, {}, {}
+        other._register()
+        return other
+
+    def _register(self) -> None:
+        sizes = self.worker.graph_sizes()
+        self.graphs.register(lambda size: self._capture(size) if size in sizes else None)
+
+    def _key(self, name: str, size: int) -> tuple:
+        return (name, size, *self.label)
 
     def _capture(self, size: int) -> None:
         buffer = self.inputs[size] = self._input_buffer(size)
         self.readbacks[size] = itertools.cycle((Readback(), Readback()))  # the last result is not read yet
-        verify_input = self.graphs.capture(("draft", size), partial(self._draft, buffer))
-        self.graphs.capture(("verify_logits", size), partial(self._verify_logits, size, verify_input))
-        self.graphs.capture(("verify", size), partial(self._verify, verify_input))
+        verify_input = self.graphs.capture(self._key("draft", size), partial(self._draft, buffer))
+        self.graphs.capture(
+            self._key("verify_logits", size), partial(self._verify_logits, size, verify_input)
+        )
+        self.graphs.capture(self._key("verify", size), partial(self._verify, verify_input))
 
     def _input_buffer(self, size: int) -> PackedBuffer:
         """What the host sends for a round."""
@@ -76,14 +95,14 @@ class VerifyCudaGraphs(ABC):
 
     def verify(self, size: int) -> EagleVerifyOutput:
         self._plan_verify(size)
-        return self._with_read(size, self.graphs.replay(("verify", size)))
+        return self._with_read(size, self.graphs.replay(self._key("verify", size)))
 
     def verify_with_logits(
         self, size: int, verify_input: EagleVerifyInput, batch: ModelWorkerBatch
     ) -> EagleVerifyOutput:
         """The target in its graph; the acceptance outside, for it depends on what the requests ask."""
         self._plan_verify(size)
-        logits_output = self.graphs.replay(("verify_logits", size))
+        logits_output = self.graphs.replay(self._key("verify_logits", size))
         real = len(verify_input.positions)
         logits_output = dataclasses.replace(
             logits_output,
@@ -92,7 +111,7 @@ class VerifyCudaGraphs(ABC):
         )
         output = self.worker.accept(verify_input, logits_output, batch)
         output.result.start_read()
-        self.graphs.result(("verify", size)).copy_(output)
+        self.graphs.result(self._key("verify", size)).copy_(output)
         return output
 
     def _with_read(self, size: int, static: EagleVerifyOutput) -> EagleVerifyOutput:
@@ -102,13 +121,13 @@ class VerifyCudaGraphs(ABC):
 
     def _plan_verify(self, size: int) -> None:
         n = self.worker.speculative_num_draft_tokens
-        self._plan(self.target_runner, ForwardMode.TARGET_VERIFY, size, n)
+        self._plan(self.target_runner, ForwardMode.TARGET_VERIFY, size, n, n)
 
-    def _plan(self, runner: ModelRunner, mode: ForwardMode, size: int, entries: int) -> None:
+    def _plan(self, runner: ModelRunner, mode: ForwardMode, size: int, rows: int, entries: int) -> None:
         """Plan a graph's attention for S + `entries` of each request, if the backend plans at all."""
         if self.seq_lens_cpu is not None:
             lens = self.seq_lens_cpu + entries
-            runner.attn_backend.init_forward_metadata_replay_cuda_graph(mode, size, lens)
+            runner.attn_backend.init_forward_metadata_replay_cuda_graph(mode, size, lens, rows)
 
     def _rows(self, static: EagleVerifyInput, bs: int) -> EagleVerifyInput:
         """`static.rows(bs)`, made once: a dozen slices in every round would cost as much as a forward."""

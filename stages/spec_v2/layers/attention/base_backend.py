@@ -35,9 +35,11 @@ class AttentionBackend:
         """Before anything is recorded: the most requests in a graph, and the most rows of one of them."""
 
     def init_forward_metadata_replay_cuda_graph(
-        self, forward_mode: ForwardMode, bs: int, seq_lens_cpu: np.ndarray
+        self, forward_mode: ForwardMode, bs: int, seq_lens_cpu: np.ndarray, max_q_len: int = 1
     ) -> None:
-        """Before each replay of a graph over `bs` requests: ForwardBatch.seq_lens_cpu of the real ones."""
+        """Before each replay of a graph over `bs` requests of so many rows: ForwardBatch.seq_lens_cpu of the
+        real ones.
+        """
 
     def forward(self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
         """q [rows, heads, head_dim] → the same shape; these rows' keys and values are stored already."""

@@ -100,21 +100,23 @@ class FlashInferAttnBackend(AttentionBackend):
     # ---- graphs ----
 
     def init_cuda_graph_state(self, max_bs: int, max_q_len: int) -> None:
-        self.graph_plans: dict[tuple[ForwardMode, int], GraphPlan] = {}
+        self.graph_plans: dict[tuple[ForwardMode, int, int], GraphPlan] = {}
         self.graph_buffers = GraphBuffers(self.planner, max_bs, max_q_len, self.req_to_token.shape[1])
 
     def init_forward_metadata_replay_cuda_graph(
-        self, forward_mode: ForwardMode, bs: int, seq_lens_cpu: np.ndarray
+        self, forward_mode: ForwardMode, bs: int, seq_lens_cpu: np.ndarray, max_q_len: int = 1
     ) -> None:
-        self.planner.replan(self.graph_plans[forward_mode, bs], seq_lens_cpu)
+        self.planner.replan(self.graph_plans[forward_mode, bs, max_q_len], seq_lens_cpu)
 
     def _graph_plan(self, forward_batch: ForwardBatch) -> GraphPlan:
         """The plan of what is being recorded; made when its function is called for the first time."""
-        mode, bs = forward_batch.forward_mode, len(forward_batch.req_pool_indices)
-        if (mode, bs) not in self.graph_plans:
-            kind, q_len = self._kind(forward_batch), forward_batch.max_q_len
-            self.graph_plans[mode, bs] = self.planner.graph(kind, bs, q_len, self.graph_buffers)
-        return self.graph_plans[mode, bs]
+        bs, q_len = len(forward_batch.req_pool_indices), forward_batch.max_q_len
+        key = (forward_batch.forward_mode, bs, q_len)
+        if key not in self.graph_plans:
+            self.graph_plans[key] = self.planner.graph(
+                self._kind(forward_batch), bs, q_len, self.graph_buffers
+            )
+        return self.graph_plans[key]
 
     # ---- parts ----
 
