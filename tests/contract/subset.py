@@ -41,6 +41,7 @@ TWICE = {
     "test_draft_state.py",
     "test_logprobs.py",
     "test_lossless.py",
+    "test_methods_adaptive.py",
     "test_methods_standalone.py",
     "test_methods_ngram.py",
     "test_metrics.py",

@@ -16,7 +16,9 @@ from tests.contract import drafters, models
 from tests.contract.harness import run
 from tests.contract.probe import Probe, swapped
 from tests.contract.reference import simulate
+from tests.contract.test_refusals import DP, EAGLE, refused
 from tests.contract.test_sampling_law import check_law, draw
+from tests.contract.test_triton import GPU
 
 pytestmark = pytest.mark.needs("adaptive")
 LENGTHS = (1, 5, 16, 13, 9)
@@ -227,3 +229,49 @@ def test_flush_forgets_what_was_accepted(stage, adaptive, zoo):
             run(engine, zoo.prompts((9,), NEW), {"max_new_tokens": NEW})
         seen.append(steps)
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (EAGLE | {"speculative_eagle_topk": 4}, ("speculative_eagle_topk=4", "upstream")),
+        (EAGLE | DP, ("enable_dp_attention", "upstream")),
+        (EAGLE | {"speculative_algorithm": "STANDALONE"}, ("STANDALONE", "upstream")),
+        ({"speculative_algorithm": "NGRAM"}, ("NGRAM", "upstream")),
+        (EAGLE | {"speculative_num_steps": 2}, ("speculative_num_steps=2", "0, 1, 3, 5, 7")),
+        (EAGLE | {"speculative_adaptive_config": "no-such-file"}, ("no-such-file", "JSON")),
+        (EAGLE | {"speculative_adaptive": False, "speculative_adaptive_config": "file"}, ("by itself",)),
+        ({}, ("speculative_algorithm",)),
+    ],
+    ids=lambda value: "",
+)
+def test_what_it_does_not_go_with_is_refused(stage, flags, words):
+    message = refused(stage, {"speculative_adaptive": True, **flags})
+    assert "speculative_adaptive" in message and all(word in message for word in words), message
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+@pytest.mark.needs("triton")
+def test_kernels_take_a_root_alone(stage, adaptive, zoo):
+    """Greedy, and sampled, by Triton: in the interpreter where there is no GPU."""
+    prompt, engine = zoo.prompts((5,), NEW)[0], adaptive(**GPU)
+    with chosen(engine, [0, 1]):
+        assert run(engine, [prompt], {"max_new_tokens": 4}).tokens == [zoo.r0(prompt, max_new_tokens=4)]
+        sure = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1e-6}
+        assert run(engine, [prompt], sure).tokens == [zoo.r0(prompt, max_new_tokens=4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("triton")
+@method
+def test_on_a_gpu(stage, adaptive, zoo, spec):
+    """All graphs recorded at the start, batches that shrink, every change of steps."""
+    prompts = zoo.prompts(LENGTHS, NEW, spec)
+    check(zoo, adaptive(spec, **GPU), spec, prompts)
+    engine = adaptive(spec, **GPU)
+    before = len(engine.scheduler.graphs._graphs)
+    assert run(engine, prompts, {"max_new_tokens": NEW}).tokens == [
+        zoo.r0(p, spec, max_new_tokens=NEW) for p in prompts
+    ]
+    assert len(engine.scheduler.graphs._graphs) == before

@@ -23,15 +23,14 @@ class AdaptiveStepSlot:
 
     def __init__(self, config: AdaptiveSlot, initial_steps: int):
         self.config, candidates = config, config.candidate_steps
-        self.current_steps = (
-            initial_steps if initial_steps in candidates else candidates[len(candidates) // 2]
-        )
+        middle = candidates[len(candidates) // 2]
+        self.current_steps = initial_steps if initial_steps in candidates else middle
         # Correct drafts of a request, averaged: at first where nothing would change. Below 0: none known.
         self.ema_accept_len = float(self.current_steps - 1)
         self.batches = 0
 
     def update(self, num_correct_drafts_per_req: list[int], num_steps: int) -> None:
-        """Take in one round's result. A round without drafts says nothing of drafts, only that time passes."""
+        """Take in one round's result; one of 0 steps says nothing of drafts, only that time passes."""
         config = self.config
         if num_steps > 0:
             average = sum(num_correct_drafts_per_req) / len(num_correct_drafts_per_req)
