@@ -250,18 +250,6 @@ def test_what_it_does_not_go_with_is_refused(stage, flags, words):
     assert "speculative_adaptive" in message and all(word in message for word in words), message
 
 
-@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
-@pytest.mark.needs("triton")
-def test_kernels_take_a_root_alone(stage, adaptive, zoo):
-    """Greedy, and sampled, by Triton: in the interpreter where there is no GPU."""
-    prompt, engine = zoo.prompts((5,), NEW)[0], adaptive(**GPU)
-    with chosen(engine, [0, 1]):
-        assert run(engine, [prompt], {"max_new_tokens": 4}).tokens == [zoo.r0(prompt, max_new_tokens=4)]
-        sure = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1e-6}
-        assert run(engine, [prompt], sure).tokens == [zoo.r0(prompt, max_new_tokens=4)]
-
-
 @pytest.mark.gpu
 @pytest.mark.needs("triton")
 @method

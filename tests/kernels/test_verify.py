@@ -101,7 +101,7 @@ def greedy_oracle(tree, tokens, targets, row, levels):
 @given(data=st.data())
 def test_greedy(kernels, device, data):
     forest, tokens = data.draw(batches(vocab=12))
-    n, num_steps = forest[0].n, data.draw(st.integers(1, 6))
+    n, num_steps = forest[0].n, data.draw(st.integers(0, 6))
     # The target mostly agrees with some child, or walks would end at once.
     targets = [
         [data.draw(st.sampled_from([ids[c] for c in tree.children[row]] * 4 + [3, 7])) for row in range(n)]
@@ -143,7 +143,7 @@ def sampling_oracle(tree, tokens, probs, coins, draws, row, depth, num_steps, si
 def test_sampling(kernels, native, device, data):
     vocab = data.draw(st.sampled_from([11, 40]))
     forest, tokens = data.draw(batches(vocab=11))
-    bs, n, num_steps = len(forest), forest[0].n, data.draw(st.integers(1, 6))
+    bs, n, num_steps = len(forest), forest[0].n, data.draw(st.integers(0, 6))
     single, acc = data.draw(st.sampled_from([(1.0, 1.0), (0.3, 1.0), (1.0, 0.5)]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     probs = torch.softmax(torch.randn(bs, n, vocab, generator=generator) * 3, -1)
