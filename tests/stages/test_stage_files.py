@@ -94,6 +94,6 @@ def test_both_sets_of_kernels_have_the_same_functions(folder):
 
 
 def test_the_flags_are_the_same_file_everywhere():
-    for name in ("server_args.py", "arg_groups/speculative_hook.py"):
+    for name in ("server_args.py", "arg_groups/speculative_hook.py", "arg_groups/adaptive_config.py"):
         first, *others = ((folder / name).read_bytes() for folder in FOLDERS)
         assert all(other == first for other in others)
