@@ -42,7 +42,7 @@ class GenerationBatchResult:
     def start_read(self, readback: Readback | None = None) -> GenerationBatchResult:
         """Send everything on its way to the host; whatever is launched from now on need not be waited for."""
         self.readback = readback or Readback()
-        self.readback.copy_packed(self.packed or self.pack().packed)
+        self.readback.copy(self.packed or self.pack().packed)
         return self
 
     def pack(self) -> GenerationBatchResult:
