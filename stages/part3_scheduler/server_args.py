@@ -16,8 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MAX_DRAFT_TOKENS = 64  # one row of the tree mask is one 64-bit word
-MAX_TOPK = 16
+from .arg_groups.speculative_hook import (
+    MAX_DRAFT_TOKENS,
+    MAX_TOPK,
+    check_speculation,
+    draft_capacity,
+    resolve_speculation,
+)
+
+__all__ = ["FEATURES", "MAX_DRAFT_TOKENS", "PLUGIN_ALGORITHMS", "Features", "ServerArgs", "draft_capacity"]
+
 MAX_PAGE_SIZE = 128
 
 # Feature -> what a refusal calls it. stage.toml sorts each of them under `present` or `missing`.
@@ -51,9 +59,6 @@ _ALGORITHM_FEATURES = {
     "STANDALONE": "standalone",
     "NGRAM": "ngram",
 }
-_DRAFTLESS = ("NGRAM",)
-# Flags of EAGLE's tree and of its draft, which mean nothing to a look-up.
-_NOT_FOR_NGRAM = ("speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk")
 # Algorithms that were registered from outside the package, where a stage has a registry: name → what raises
 # ValueError for flags that it cannot do with, or None. Their own flags are not looked at here.
 PLUGIN_ALGORITHMS: dict[str, Callable[[ServerArgs], None] | None] = {}
@@ -228,9 +233,11 @@ class ServerArgs:
         for name, feature in _requests(given, defaults):
             features.require(feature, name, kwargs[name])
         values = {**defaults, **given}
-        _check_relations(values, {name: value for name, value in given.items() if value != defaults[name]})
+        asked = {name: value for name, value in given.items() if value != defaults[name]}
+        check_speculation(values, asked, PLUGIN_ALGORITHMS)
+        _check_relations(values)
         _resolve_device(values, features)
-        _resolve_speculation(values, features)
+        resolve_speculation(values, features.has, PLUGIN_ALGORITHMS)
         values["features"] = features
         values["tokenizer_path"] = values["tokenizer_path"] or values["model_path"]
         args = cls(**values)
@@ -257,11 +264,6 @@ class ServerArgs:
         """The flags as plain values, for `get_server_info`."""
         names = (field.name for field in dataclasses.fields(self) if field.name != "features")
         return {name: getattr(self, name) for name in names}
-
-
-def draft_capacity(steps: int, topk: int) -> int:
-    """The most nodes a draft tree can have, root included; steps + 1 for a chain."""
-    return 1 + topk + (steps - 1) * topk**2
 
 
 def _requests(given: dict[str, Any], defaults: dict[str, Any]):
@@ -293,34 +295,8 @@ def _requests(given: dict[str, Any], defaults: dict[str, Any]):
                 yield name, "spec_scheduler"
 
 
-def _check_relations(values: dict[str, Any], given: dict[str, Any]) -> None:
-    """Refuse flags that contradict one another; `given` holds what differs from the defaults."""
-    algorithm = values["speculative_algorithm"]
-    if algorithm is None:
-        for name in given:
-            if name.startswith("speculative_"):
-                wanted = "NGRAM" if "_ngram_" in name else "EAGLE"
-                raise ValueError(
-                    f"{name}={given[name]!r} needs a speculative_algorithm; add "
-                    f"speculative_algorithm={wanted!r} or leave {name} out."
-                )
-    elif algorithm in PLUGIN_ALGORITHMS:
-        if values["enable_dp_attention"]:
-            raise ValueError(
-                f"speculative_algorithm={algorithm!r} is registered in this process, and the ranks of "
-                "enable_dp_attention are processes of their own; leave enable_dp_attention out."
-            )
-    elif algorithm not in _DRAFTLESS and values["speculative_draft_model_path"] is None:
-        raise ValueError(
-            f"speculative_algorithm={algorithm!r} needs a draft model; give speculative_draft_model_path "
-            "(the folder of a head trained for this target)."
-        )
-    _check_ngram(algorithm, values, given)
-    if values["speculative_token_map"] is not None and algorithm not in (None, "EAGLE", "NEXTN"):
-        raise ValueError(
-            f"speculative_token_map={values['speculative_token_map']!r} cuts down the LM head that EAGLE's "
-            f"draft borrows, and {algorithm} borrows none (EAGLE3 has a vocabulary of its own); leave it out."
-        )
+def _check_relations(values: dict[str, Any]) -> None:
+    """Refuse flags that contradict one another."""
     if values["disable_cuda_graph"]:
         for name in ("cuda_graph_bs", "cuda_graph_max_bs"):
             if values[name] is not None:
@@ -344,30 +320,6 @@ def _check_relations(values: dict[str, Any], given: dict[str, Any]) -> None:
         raise ValueError(
             f"dist_timeout={values['dist_timeout']} is about ranks, and without enable_dp_attention there "
             "are none; leave it out."
-        )
-
-
-def _check_ngram(algorithm: str | None, values: dict[str, Any], given: dict[str, Any]) -> None:
-    """The flags of NGRAM with another algorithm, and other algorithms' with NGRAM."""
-    strange = _NOT_FOR_NGRAM
-    if algorithm != "NGRAM":
-        strange = [] if algorithm in PLUGIN_ALGORITHMS else [n for n in given if "_ngram_" in n]
-    for name in strange:
-        if name in given:
-            raise ValueError(
-                f"{name}={given[name]!r} means nothing to speculative_algorithm={algorithm!r}: NGRAM looks "
-                "its drafts up, and every other algorithm asks a model; leave it out."
-            )
-    low, high = (values[f"speculative_ngram_{end}_bfs_breadth"] for end in ("min", "max"))
-    if low > high:
-        raise ValueError(
-            f"speculative_ngram_min_bfs_breadth={low} is more than speculative_ngram_max_bfs_breadth={high}; "
-            "lower the one or raise the other."
-        )
-    if algorithm == "NGRAM" and values["enable_dp_attention"]:
-        raise ValueError(
-            "speculative_algorithm='NGRAM' does not run under enable_dp_attention, and upstream's does not "
-            "either; leave one of them out."
         )
 
 
@@ -401,58 +353,6 @@ def _resolve_device(values: dict[str, Any], features: Features) -> None:
         from .kernels import check_device
 
         check_device("triton", values["device"])
-
-
-def _resolve_speculation(values: dict[str, Any], features: Features) -> None:
-    """Fill in steps, topk and draft tokens, and refuse numbers that no tree can have.
-
-    None given: (5, 4, 8), the values that v0.4.6 chooses by itself; (5, 1, 6) in a stage without trees. Some
-    given: topk is 4 (1 without trees), or the next larger one that gives enough nodes; steps is 5, or fewer
-    where draft_tokens - 1 levels are enough, or the first larger one that gives enough nodes; draft_tokens is
-    8 at most, and steps + 1 for a chain. A chain (topk 1) has exactly steps + 1 nodes. NGRAM has draft tokens
-    alone, by default 12.
-    """
-    algorithm = values["speculative_algorithm"]
-    if algorithm == "NGRAM" and values["speculative_num_draft_tokens"] is None:
-        values["speculative_num_draft_tokens"] = 12
-    if algorithm is None or algorithm in _DRAFTLESS or algorithm in PLUGIN_ALGORITHMS:
-        return
-    if algorithm == "NEXTN":
-        values["speculative_algorithm"] = "EAGLE"
-    steps, topk, nodes = (values[name] for name in _TREE_FLAGS)
-    has_tree = features.has("tree") and (values["page_size"] == 1 or features.has("page_tree"))
-    derive_topk = topk is None
-    topk = (4 if has_tree else 1) if derive_topk else topk
-    if steps is None:
-        steps = 5 if nodes is None else min(5, nodes - 1)
-        while nodes is not None and not derive_topk and draft_capacity(steps, topk) < nodes:
-            steps += 1
-        if nodes is not None and topk == 1:
-            steps = nodes - 1
-    if derive_topk and has_tree and nodes is not None:
-        while topk < MAX_TOPK and draft_capacity(steps, topk) < nodes:
-            topk += 1
-    if nodes is None:
-        nodes = steps + 1 if topk == 1 else min(8, draft_capacity(steps, topk))
-    numbers = (
-        f"speculative_num_steps={steps}, speculative_eagle_topk={topk}, speculative_num_draft_tokens={nodes}"
-    )
-    if nodes > MAX_DRAFT_TOKENS:
-        raise ValueError(
-            f"A tree has at most {MAX_DRAFT_TOKENS} draft tokens; {numbers} asks for more, so lower one."
-        )
-    if topk == 1 and nodes != steps + 1:
-        raise ValueError(
-            f"A chain (topk 1) has exactly steps + 1 draft tokens, and {numbers} contradicts that; set "
-            f"speculative_num_draft_tokens={steps + 1} or leave it out."
-        )
-    capacity = draft_capacity(steps, topk)
-    if nodes > capacity:
-        raise ValueError(
-            f"{numbers}: such a tree holds at most 1 + topk + (steps - 1) * topk^2 = {capacity} nodes; "
-            "lower speculative_num_draft_tokens or raise one of the others."
-        )
-    values.update(zip(_TREE_FLAGS, (steps, topk, nodes), strict=True))
 
 
 def _unknown(name: str) -> str:
@@ -537,7 +437,6 @@ def _algorithm(name: str, value: Any) -> str:
     return upper
 
 
-_TREE_FLAGS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 _FLAG_FEATURES = {
     "page_size": "page",
     "speculative_token_map": "token_map",

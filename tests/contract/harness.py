@@ -19,7 +19,7 @@ import torch
 from . import models
 from .models import TargetSpec
 from .probe import Probe
-from .reference import Eagle3RefHead, RefHead, RefTarget, greedy
+from .reference import Eagle3RefHead, RefHead, RefTarget, StandaloneRefDraft, greedy
 
 REPO = Path(__file__).resolve().parents[2]
 GAP = 1e-3  # prompts whose greedy top two ever come closer are dropped
@@ -107,6 +107,8 @@ class Zoo:
         def make():
             if spec.algorithm == "EAGLE3":
                 tensors = models.eagle3_head_tensors(spec, self.target(spec), skill=skill)
+            elif spec.algorithm == "STANDALONE":
+                tensors = models.standalone_tensors(spec, self.target(spec))
             else:
                 tensors = models.head_tensors(spec, self.target(spec), skill=skill, bias=bias)
             return models.write_head(self.folder / f"{spec.name}-head-{skill}-{bias}", spec, tensors)
@@ -129,6 +131,8 @@ class Zoo:
             folder, target = self.head(spec, **head), self.ref(spec)
             if spec.algorithm == "EAGLE3":
                 return Eagle3RefHead.read(folder, target)
+            if spec.algorithm == "STANDALONE":
+                return StandaloneRefDraft(RefTarget(folder), target)
             return RefHead.read(folder, target, hot=spec.hot_tokens() if spec.hot else None)
 
         return self._once(("ref_head", spec, *head.items()), make)

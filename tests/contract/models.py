@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,8 +53,9 @@ class TargetSpec:
     @property
     def needs(self) -> set[str]:
         """Features of a stage that can draft for it."""
-        eagle3 = self.algorithm == "EAGLE3"
-        return {"eagle3"} if eagle3 else {"token_map"} if self.hot else set()
+        if self.algorithm != "EAGLE":
+            return {self.algorithm.lower()}
+        return {"token_map"} if self.hot else set()
 
     def hot_tokens(self) -> torch.Tensor:
         """Ascending ids; the end token is one of them."""
@@ -114,6 +115,8 @@ TOY8_EAGLE3 = TargetSpec(
     hot=6,
 )
 METHODS = (EAGLE3, TOKEN_MAP)  # beside plain EAGLE
+STANDALONE = TargetSpec(name="standalone", algorithm="STANDALONE", layers=3, seed=52)
+TOY8_STANDALONE = replace(TOY8, name="toy8-standalone", layers=2, algorithm="STANDALONE")
 
 HEAD_TENSORS = (
     "fc.weight",
@@ -312,6 +315,16 @@ def eagle3_head_tensors(spec: TargetSpec, folder: Path, seed: int = 0, skill: fl
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
+def standalone_tensors(spec: TargetSpec, folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Tensors by name of an independent draft: the target without its last layer, its head a little off."""
+    draw, tensors = _Draw(5000 + 17 * seed + spec.seed), read_tensors(folder)
+    last = f"model.layers.{spec.layers - 1}."
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(last)}
+    noise = 0.15 * spec.lm_scale * spec.hidden**-0.5
+    kept["lm_head.weight"] = kept["lm_head.weight"] + draw(spec.vocab, spec.hidden, scale=noise)
+    return {name: tensor.contiguous() for name, tensor in kept.items()}
+
+
 def write_token_map(file: Path, spec: TargetSpec) -> Path:
     """The map of a target's hot tokens, most frequent first as such files are."""
     torch.save(spec.hot_tokens().flip(0).tolist(), file)
@@ -325,7 +338,10 @@ def write_head(folder: Path, spec: TargetSpec, tensors: dict[str, torch.Tensor],
     kind = {"architectures": ["LlamaForCausalLMEagle"]}
     if spec.algorithm == "EAGLE3":
         kind = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": spec.hot}
-    content = _config(spec, num_hidden_layers=1, tie_word_embeddings=False, **kind)
+    layers = 1
+    if spec.algorithm == "STANDALONE":
+        kind, layers = {}, spec.layers - 1
+    content = _config(spec, num_hidden_layers=layers, tie_word_embeddings=False, **kind)
     content.update(config)
     (folder / "config.json").write_text(json.dumps(content))
     return folder

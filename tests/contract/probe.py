@@ -215,16 +215,19 @@ class Probe:
             _close(v, want.v, tolerance, f"target V of {req.rid}")
 
     def check_draft_kv(self, ref_head, tolerance: float = 2e-4) -> None:
-        """INV-DRAFTKV: position p holds what one teacher-forced pass over (token[p+1], hidden[p]) gives."""
+        """INV-DRAFTKV: position p holds what one teacher-forced pass over (token[p+1], hidden[p]) gives.
+
+        A whole model as the draft gives it over token[p], in each of its layers.
+        """
         for req in self.holders():
             tokens = req.all_token_ids()[: req.kv_len + 1]  # one less where a prompt's step is in flight
             if len(tokens) < 2:
                 continue
             want_k, want_v, _ = ref_head.teacher_forced(tokens)
             k, v = self.kv(self.draft_runner, self.slots_of(req)[: len(tokens) - 1])
-            assert len(want_k) in (req.kv_len, len(req.origin_input_ids) - 1)
-            _close(k[0], want_k, tolerance, f"draft K of {req.rid}")
-            _close(v[0], want_v, tolerance, f"draft V of {req.rid}")
+            assert want_k.shape[-3] in (req.kv_len, len(req.origin_input_ids) - 1)
+            _close(k.view(want_k.shape), want_k, tolerance, f"draft K of {req.rid}")
+            _close(v.view(want_v.shape), want_v, tolerance, f"draft V of {req.rid}")
 
     def check_tree_kv(self, ref, ref_head=None, tolerance: float = 2e-4) -> None:
         """Every path of the prefix tree holds the KV of exactly its tokens, in both pools."""
@@ -241,10 +244,10 @@ class Probe:
             _close(k, want.k, tolerance, "target K in the tree")
             _close(v, want.v, tolerance, "target V in the tree")
             if ref_head is not None:
-                want_k, want_v, _ = ref_head.teacher_forced(tokens)
+                want_k, want_v, _ = ref_head.teacher_forced(tokens if self.tree.is_eagle else [*tokens, 0])
                 k, v = self.kv(self.draft_runner, slots)
-                _close(k[0], want_k, tolerance, "draft K in the tree")
-                _close(v[0], want_v, tolerance, "draft V in the tree")
+                _close(k.view(want_k.shape), want_k, tolerance, "draft K in the tree")
+                _close(v.view(want_v.shape), want_v, tolerance, "draft V in the tree")
 
     # ---- disturbance ----
 

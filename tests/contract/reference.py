@@ -361,6 +361,39 @@ class Eagle3RefHead(RefHead):
         return self.normed(features) @ self.tensors["lm_head.weight"].T
 
 
+class StandaloneRefDraft:
+    """A whole model as the draft: nothing is cached, each node of a tree is a pass over all before it."""
+
+    def __init__(self, draft: RefTarget, target: RefTarget):
+        self.draft, self.target = draft, target
+        self._grown = lru_cache(maxsize=8192)(self._grow)
+
+    def teacher_forced(self, tokens: list[int]):
+        """Keys and values [layers, L - 1, Hk, D] of all tokens but the last, and the states [L - 1, h]."""
+        made = self.draft.run(tokens[:-1])
+        return made.k, made.v, made.hidden
+
+    def grow(self, tokens: list[int], steps: int, topk: int, draft_tokens: int):
+        """As RefHead.grow."""
+        return self._grown(tuple(tokens), steps, topk, draft_tokens)
+
+    @torch.inference_mode()
+    def _grow(self, tokens: tuple[int, ...], steps: int, topk: int, draft_tokens: int):
+        found: list[tuple[float, int, int]] = []  # score, token and parent of every candidate
+        beams = [(1.0, (), -1)]  # score, path, candidate
+        for _ in range(steps):
+            level = []
+            for score, path, candidate in beams:
+                probs = torch.softmax(self.draft.run((*tokens, *path)).logits[-1], -1)
+                for prob, index in zip(*(t.tolist() for t in _top(probs, topk)), strict=True):
+                    level.append((score * prob, (*path, index), len(found)))
+                    found.append((score * prob, index, candidate))
+            beams = sorted(level, key=lambda beam: -beam[0])[:topk]
+        best = sorted(sorted(range(len(found)), key=lambda i: -found[i][0])[: draft_tokens - 1])
+        rows = {candidate: row + 1 for row, candidate in enumerate(best)} | {-1: 0}
+        return [tokens[-1]] + [found[i][1] for i in best], [-1] + [rows[found[i][2]] for i in best]
+
+
 def _top(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest of the last dimension, ties to the lowest index."""
     if values.dim() > 1:

@@ -41,11 +41,13 @@ TWICE = {
     "test_draft_state.py",
     "test_logprobs.py",
     "test_lossless.py",
+    "test_methods_standalone.py",
     "test_methods_ngram.py",
     "test_metrics.py",
     "test_penalties.py",
     "test_poison.py",
     "test_prefix_cache.py",
+    "test_rejection_sampling.py",
     "test_scheduling.py",
     "test_termination.py",
 }

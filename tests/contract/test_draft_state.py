@@ -86,12 +86,15 @@ def test_positions_of_the_draft_forwards(stage, engines, zoo, tree):
 def test_every_request_drafts_as_if_alone(stage, engines, zoo, tree):
     """In a batch each request's tree is the reference's for its own text, token by token."""
     prompts, rounds = zoo.prompts((5, 9, 7), 12), []
+    # The device may be ahead of what a request has on the host.
+    texts = [[*p, *zoo.r0(p, max_new_tokens=24, ignore_eos=True)] for p in prompts]
 
     def see(args, kwargs, result):
-        reqs = args[0].reqs
+        reqs, lens = args[0].reqs, result.step.seq_lens.tolist()
         rounds.append(len(reqs))
-        for req, tokens in zip(reqs, result.draft_token.view(len(reqs), -1).tolist(), strict=True):
-            assert tokens == zoo.ref_head().grow(req.all_token_ids(), *tree)[0], req.rid
+        for req, length, tokens in zip(reqs, lens, result.draft_token[: len(reqs)].tolist(), strict=False):
+            text = texts[int(req.rid[1:])][: length + 1]
+            assert tokens == zoo.ref_head().grow(text, *tree)[0], req.rid
 
     probe = Probe(engines.get(tree=tree))
     with probe.spy(probe.draft_worker, "draft", see):

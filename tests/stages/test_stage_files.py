@@ -94,5 +94,6 @@ def test_both_sets_of_kernels_have_the_same_functions(folder):
 
 
 def test_the_flags_are_the_same_file_everywhere():
-    first, *others = ((folder / "server_args.py").read_bytes() for folder in FOLDERS)
-    assert all(other == first for other in others)
+    for name in ("server_args.py", "arg_groups/speculative_hook.py"):
+        first, *others = ((folder / name).read_bytes() for folder in FOLDERS)
+        assert all(other == first for other in others)

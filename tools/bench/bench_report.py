@@ -214,7 +214,7 @@ def evolution_table(folder: Path, link: Callable[[Path], str], backend: str, bat
     """The eight questions at one batch size, stage by stage."""
     shapes = {PLAIN: PLAIN, name_of(CHAIN): "chain", name_of(TREE): "tree"}
     lines = [[f"tokens/s at batch {batch}", *shapes, "source"]]
-    about: list[str] = []
+    about: dict[str, list[str]] = {}
     for stage in all_stages():
         path = result_path(folder, stage.name, backend)
         wanted = Asked(stage, {}).configurations()
@@ -228,8 +228,8 @@ def evolution_table(folder: Path, link: Callable[[Path], str], backend: str, bat
             for row, word in zip(rows, shapes.values(), strict=True)
         ]
         lines.append([stage.name, *cells, link(path)])
-        about.append(_about(data))
-    return "\n\n".join([_markdown(lines), *dict.fromkeys(about)])
+        about.setdefault(_about(data), []).append(stage.name)
+    return "\n\n".join([_markdown(lines), *(f"{', '.join(names)}: {text}" for text, names in about.items())])
 
 
 def _cell(row: dict[str, Any] | None, with_name: bool = False) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.util
+import importlib
 import inspect
 import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
@@ -25,7 +26,7 @@ from .stages_door import STAGES, BadInput
 PANEL = "Engine flags: SGLang's names; a stage's defaults are in its stage.toml"
 _NOTES = {
     "model_path": "The target: a folder, a name in the cache, or a hub id.",
-    "speculative_draft_model_path": "The draft head: a folder, a name in the cache, or a hub id.",
+    "speculative_draft_model_path": "The draft head or model: a folder, a name in the cache, or a hub id.",
     "speculative_algorithm": "EAGLE, EAGLE3 …, or none for plain decoding.",
     "speculative_num_steps": "Levels of the draft tree.",
     "speculative_eagle_topk": "Branches of the draft tree; 1 makes a chain.",
@@ -94,17 +95,16 @@ def _flag_fields() -> dict[str, type]:
     return {f.name: kinds[f.type.removesuffix(" | None")] for f in fields if f.name != "features"}
 
 
-def _module_alone(path) -> ModuleType:
-    """The module in `path` without the package around it, which would bring torch."""
-    name = "_fledge_server_args"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+def _module_alone(path: Path) -> ModuleType:
+    """The module in `path` without what the package around it starts with, which would bring torch."""
+    package = ModuleType("_fledge_stage_alone")
+    package.__path__ = [str(path.parent)]
+    sys.modules[package.__name__] = package
     try:
-        spec.loader.exec_module(module)
+        return importlib.import_module(f"{package.__name__}.{path.stem}")
     finally:
-        del sys.modules[name]
-    return module
+        for name in [name for name in sys.modules if name.partition(".")[0] == package.__name__]:
+            del sys.modules[name]
 
 
 def _option(name: str, kind: type) -> inspect.Parameter:

@@ -24,6 +24,7 @@ from ..sentences import did_you_mean
 STAGES = Path(__file__).resolve().parents[2] / "stages"
 PROMPTS = Path(__file__).with_name("prompts.json")
 TARGET, HEAD = "smollm2-135m-instruct", "smollm2-135m-eagle"  # what `fledge models fetch` brings
+DRAFT = f"{TARGET}-draft"  # where `fledge models distill-draft` puts one
 TREE_FLAGS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 
 
@@ -122,13 +123,16 @@ def merge_flags(stage: Stage, given: dict[str, Any]) -> dict[str, Any]:
 
     Four defaults give way as a whole: the tree's shape as soon as one of its numbers is given (the engine
     derives the rest), all of speculation under `speculative_algorithm` "none" and under "NGRAM", which has no
-    draft model, and all of speculation where another target is given without a head for it.
+    draft model, and all of speculation where another target is given without a head for it. STANDALONE has
+    another draft.
     """
     defaults, given = stage.default_flags(), dict(given)
     algorithm = given.get("speculative_algorithm", "").lower()
     is_off, asks_nobody = algorithm == "none", algorithm == "ngram"
     if is_off:
         del given["speculative_algorithm"]
+    if algorithm == "standalone":
+        defaults["speculative_draft_model_path"] = DRAFT
     has_no_head = "model_path" in given and "speculative_draft_model_path" not in given
     if is_off or asks_nobody or has_no_head:
         defaults = plain_flags(defaults)

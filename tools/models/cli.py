@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ..sentences import sentences
-from .head_cli import register
+from . import draft_cli, head_cli
 
 app = typer.Typer(no_args_is_help=True, help="Fetch, convert, train and check models.")
 
@@ -40,4 +40,5 @@ def print_path(
         typer.echo(model_path(name))
 
 
-register(app)
+head_cli.register(app)
+draft_cli.register(app)

@@ -13,14 +13,14 @@ Target = Annotated[str, typer.Argument(help="A model in the cache, or a folder."
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
-def _sentences() -> AbstractContextManager[None]:
+def sentences_of_heads() -> AbstractContextManager[None]:
     """Show what the reader can mend as its sentence alone, and exit with 1."""
     from ..bench.stages_door import BadInput
 
     return sentences(1, ModelError, BadInput)
 
 
-def _device(name: str) -> str:
+def device_of(name: str) -> str:
     import torch
 
     usable = torch.cuda.is_available()
@@ -69,10 +69,10 @@ def train_head(
     from .head_train import Settings, train
     from .head_writer import write_text_with
 
-    with _sentences():
+    with sentences_of_heads():
         if text_only and train_only:
             raise ModelError("--text-only and --train-only together leave nothing to do; give one of them.")
-        folder, where, text = find_model(target), _device(device), text or out / "text"
+        folder, where, text = find_model(target), device_of(device), text or out / "text"
         settings = None
         if not text_only:
             settings = Settings(
@@ -140,13 +140,13 @@ def eval_head(
     from .head_eval import CHAINS, TREES
     from .head_report import evaluate
 
-    with _sentences():
+    with sentences_of_heads():
         found = evaluate(
             find_model(target),
             find_model(head),
             text,
             questions,
-            _device(device),
+            device_of(device),
             limit=limit,
             max_tokens=max_tokens,
             cut_loops=cut_loops,
@@ -190,7 +190,7 @@ def convert_head(
 
     from .head_convert import convert_head as convert
 
-    with _sentences():
+    with sentences_of_heads():
         config = None
         if target is not None:
             config = json.loads((find_model(target) / "config.json").read_text(encoding="utf-8"))
@@ -205,7 +205,7 @@ def token_map(
     """List the most frequent tokens of a text, for an engine's speculative_token_map."""
     from .head_vocab import write_token_map
 
-    with _sentences():
+    with sentences_of_heads():
         found = write_token_map(text, out, size)
         parts = " and ".join(
             f"{100 * found[name]:.2f} % of the {name.replace('_', '-')} answers"

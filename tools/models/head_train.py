@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .cache import ModelError, write_json
 from .head_batches import Batch, Feed, endless, free_memory
@@ -66,7 +66,7 @@ class Settings:
             raise ModelError(f"hidden_until is {self.hidden_until}: a part of the run, above 0 and up to 1.")
 
 
-def make_optimizer(head: Head, settings: Settings) -> torch.optim.Optimizer:
+def make_optimizer(head: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """AdamW; only the matrices decay."""
     matrices = [p for p in head.parameters() if p.ndim == 2]
     vectors = [p for p in head.parameters() if p.ndim == 1]
@@ -115,16 +115,16 @@ def batch_loss(
 
 
 class Run:
-    """One training run in a folder: `train.jsonl`, `checkpoint.pt`, in the end the head, `training.json`."""
+    """One training run in a folder: `train.jsonl`, `checkpoint.pt`, in the end the head, `training.json`.
+
+    What is trained is a head, or a whole draft model with settings of its own (draft_distill.py).
+    """
 
     STATE = ("step", "epoch", "in_epoch", "seconds", "positions", "line")
 
-    def __init__(
-        self, target: FrozenTarget, folder: Path, settings: Settings, hot_token_id: Tensor | None = None
-    ):
-        self.folder, self.settings, self.target = folder, settings, target
+    def __init__(self, target: FrozenTarget, folder: Path, settings: Settings, head: nn.Module):
+        self.folder, self.settings, self.target, self.head = folder, settings, target, head
         folder.mkdir(parents=True, exist_ok=True)
-        self.head = head_for(target, settings.intermediate_size, settings.seed, hot_token_id)
         self.optimizer = make_optimizer(self.head, settings)
         self.step, self.epoch, self.in_epoch, self.seconds, self.positions = 0, 0, 0, 0.0, 0
         self.line: dict = {}  # the last one of the log
@@ -220,13 +220,38 @@ def train(
     if settings.algorithm == "EAGLE3":
         counts = answer_counts(text, len(target.lm_head))
         hot = torch.from_numpy(np.sort(most_frequent(counts, settings.draft_vocab_size)))
-    run = Run(target, out, settings, hot)
+    head = head_for(target, settings.intermediate_size, settings.seed, hot)
+    run = Run(target, out, settings, head)
     feed = Feed(text, target, free_memory(target.device) // 2, run.head.fed_layers(target))
     table = rotary_table(run.head.config, int(text.lengths.max()) + 64 + settings.passes, target.device)
     table = table.to(target.dtype)
+
+    def losses(batch: Batch, hidden_weight: float) -> tuple[Tensor, Tensor]:
+        return batch_loss(head, target, batch, table, settings, hidden_weight)
+
+    go_on(run, feed, losses, log_every, save_every, on_step)
+    save_head(run.head, out)
+    totals = {**run.line, "step": run.step, "positions": run.positions, "seconds": round(run.seconds, 1)}
+    covered = {} if hot is None else {"tokens": len(hot), **coverages(hot.numpy(), text_folder)}
+    return write_record(out, settings, text_folder, target, totals, covered)
+
+
+def go_on(
+    run: Run,
+    feed: Feed,
+    losses: Callable[[Batch, float], tuple[Tensor, Tensor]],
+    log_every: int,
+    save_every: float,
+    on_step: Callable[[int], None] | None,
+) -> None:
+    """Train from where `run` stands to the end of its recipe; the last checkpoint is that end.
+
+    `losses(batch, hidden_weight)` is what `batch_loss` gives.
+    """
+    settings = run.settings
     began, saved = time.monotonic() - run.seconds, time.monotonic()
-    sums, count = torch.zeros(3, settings.passes, device=target.device), 0
-    places = endless(text.lengths, settings.tokens_per_batch, settings.seed, run.epoch, run.in_epoch)
+    sums, count = torch.zeros(3, settings.passes, device=run.target.device), 0
+    places = endless(feed.text.lengths, settings.tokens_per_batch, settings.seed, run.epoch, run.in_epoch)
     with closing(run.log_file), progress_bar() as progress:
         task = progress.add_task("training", total=1.0, completed=run.done(run.seconds))
         while (done := run.done(time.monotonic() - began)) < 1.0:
@@ -235,7 +260,7 @@ def train(
             if len(batch.targets):
                 rate = learning_rate(settings, run.step, done)
                 hidden_weight = settings.hidden_weight * max(0.0, 1.0 - done / settings.hidden_until)
-                loss, parts = batch_loss(run.head, target, batch, table, settings, hidden_weight)
+                loss, parts = losses(batch, hidden_weight)
                 run.optimizer.zero_grad(set_to_none=True)
                 for group in run.optimizer.param_groups:
                     group["lr"] = rate
@@ -262,13 +287,9 @@ def train(
         if count:
             run.log(sums, count, hidden_weight, rate)
         run.save()
-    save_head(run.head, out)
-    totals = {**run.line, "step": run.step, "positions": run.positions, "seconds": round(run.seconds, 1)}
-    covered = {} if hot is None else {"tokens": len(hot), **coverages(hot.numpy(), text_folder)}
-    return _write_record(out, settings, text_folder, target, totals, covered)
 
 
-def _write_record(
+def write_record(
     out: Path, settings: Settings, text_folder, target: FrozenTarget, totals: dict, covered: dict
 ) -> dict:
     """`training.json`: what the head's card is made from. `covered`: size and coverage of its vocabulary."""

@@ -12,7 +12,11 @@ from safetensors import SafetensorError, safe_open
 from ..models.paths import resolve_model_path
 
 TARGET_ARCHITECTURES = ("LlamaForCausalLM",)
-DRAFT_ARCHITECTURES = {"EAGLE": "LlamaForCausalLMEagle", "EAGLE3": "LlamaForCausalLMEagle3"}
+DRAFT_ARCHITECTURES = {
+    "EAGLE": "LlamaForCausalLMEagle",
+    "EAGLE3": "LlamaForCausalLMEagle3",
+    "STANDALONE": "LlamaForCausalLM",
+}
 
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -127,25 +131,33 @@ class ModelConfig:
 
     @property
     def fed_hidden_size(self) -> int:
-        """Columns of the target's hidden states that a draft head of this config reads."""
-        return self.hidden_size * (3 if self.architecture == DRAFT_ARCHITECTURES["EAGLE3"] else 1)
+        """Columns of the target's hidden states that a draft of this config reads; 0 for a whole model."""
+        per_architecture = {"EAGLE": 1, "EAGLE3": 3, "STANDALONE": 0}
+        return self.hidden_size * next(
+            count
+            for name, count in per_architecture.items()
+            if DRAFT_ARCHITECTURES[name] == self.architecture
+        )
 
 
 def draft_config(path: str, target: ModelConfig, algorithm: str) -> ModelConfig:
-    """A draft head's config, read as its target needs it.
+    """A draft's config, read as its target needs it.
 
     Raises:
-        ValueError: the head was made for another target, or is none of `algorithm`.
+        ValueError: the draft was made for another target, or is none of `algorithm`.
     """
     config = ModelConfig.from_path(path, target.context_len, is_draft_model=True)
     if config.architecture != DRAFT_ARCHITECTURES[algorithm]:
         other = next(name for name, its in DRAFT_ARCHITECTURES.items() if its == config.architecture)
         raise ValueError(
             f"{config.path} is a {config.architecture}, and speculative_algorithm={algorithm!r} needs a "
-            f"{DRAFT_ARCHITECTURES[algorithm]}: set it to {other!r}, or give another head"
+            f"{DRAFT_ARCHITECTURES[algorithm]}: set it to {other!r}, or give another draft"
         )
     if algorithm == "EAGLE3" and config.num_hidden_layers != 1:
         raise ValueError(f"{config.path} has {config.num_hidden_layers} layers, an EAGLE-3 head here has one")
+    if algorithm == "STANDALONE":
+        _check_vocabulary(config, target)
+        return replace(config, torch_dtype=target.torch_dtype)
     for name, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
         own, wanted = getattr(config, name), getattr(target, name)
         if own != wanted:
@@ -154,6 +166,24 @@ def draft_config(path: str, target: ModelConfig, algorithm: str) -> ModelConfig:
                 "a head works only with the target it was trained for"
             )
     return replace(config, torch_dtype=target.torch_dtype)
+
+
+def _check_vocabulary(draft: ModelConfig, target: ModelConfig) -> None:
+    """A token has to be the same text to both: as many tokens, and the same, where both bring a tokenizer."""
+    hint = "give a draft of the target's own family"
+    if draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the draft model {draft.path} has a vocabulary of {draft.vocab_size} tokens, the target "
+            f"{target.path} one of {target.vocab_size}: {hint}"
+        )
+    files = [config.path / "tokenizer.json" for config in (draft, target)]
+    if all(file.exists() for file in files):
+        own, wanted = ((_read_json(file).get("model") or {}).get("vocab") for file in files)
+        if own != wanted:
+            raise ValueError(
+                f"the tokenizers of the draft model {draft.path} and the target {target.path} number their "
+                f"tokens differently: {hint}"
+            )
 
 
 def _aux_layer_ids(raw: dict) -> list[int] | None:

@@ -141,6 +141,12 @@ class DecodeStep:
         positions = seq_lens - prompt_lens + 1
         return cls(req_pool_indices, seq_lens, positions, tokens, seq_lens_cpu, global_step)
 
+    def moved(self, entries: int) -> DecodeStep:
+        """The same requests with S that much larger, as a model has it that is ahead of the target."""
+        if not entries:
+            return self
+        return replace(self, seq_lens=self.seq_lens + entries, seq_lens_cpu=self.planned(entries))
+
     def planned(self, entries: int) -> np.ndarray | None:
         """ForwardBatch.seq_lens_cpu where every request gets `entries` more than S."""
         return None if self.seq_lens_cpu is None else self.seq_lens_cpu + entries

@@ -375,8 +375,8 @@ class ScheduleBatch:
 
     # ---- one step ----
 
-    def prepare_for_extend(self) -> None:
-        """Give each request a row and slots for positions kv_len … extend_end − 1."""
+    def prepare_for_extend(self, alloc_len: int = 0) -> None:
+        """Give each request a row and slots for positions kv_len … extend_end − 1 + alloc_len."""
         self.forward_mode = ForwardMode.EXTEND
         pool = self.req_to_token_pool
         new = [r for r in self.reqs if r.req_pool_idx is None]
@@ -389,12 +389,18 @@ class ScheduleBatch:
         self.req_pool_indices = np.array([r.req_pool_idx for r in self.reqs], dtype=np.int64)
         self.prefix_lens = np.array([r.kv_len for r in self.reqs], dtype=np.int64)
         self.seq_lens = np.array([r.extend_end for r in self.reqs], dtype=np.int64)
-        self.evict_from_tree_cache(self.token_to_kv_pool_allocator.new_slots(self.prefix_lens, self.seq_lens))
-        self.out_cache_loc = self.alloc_slots(self.prefix_lens, self.seq_lens)
+        # A chunk's first slots may stand behind the chunk before.
+        now = np.maximum(self.prefix_lens, [r.kv_allocated_len for r in self.reqs])
+        then = np.maximum(now, self.seq_lens + alloc_len)
+        self.evict_from_tree_cache(self.token_to_kv_pool_allocator.new_slots(now, then))
+        self.alloc_slots(now, then)
+        rows = zip(self.req_pool_indices, self.prefix_lens, self.seq_lens, strict=True)
+        table = pool.req_to_token_host
+        self.out_cache_loc = np.concatenate([table[row, start:end] for row, start, end in rows])
         # A row may have been another request's, and a step in flight may still run for that one: it must not
         # follow the new slots, above all not write to them.
         self.forward_stream.wait_for_reads()
-        self.write_table(np.zeros_like(self.seq_lens), self.seq_lens)
+        self.write_table(np.zeros_like(then), then)
         for req in self.reqs:
             req.kv_len = req.extend_end
         self.sampling_info = self.forward_stream.submit(

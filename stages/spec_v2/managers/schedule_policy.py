@@ -22,13 +22,14 @@ class PrefillAdder:
         max_prefill_tokens: int,
         chunked_prefill_size: int | None,
         decode_reserve: int,
+        extend_reserve: int,
     ):
         self.tree_cache = running_batch.tree_cache
         self.allocator = running_batch.token_to_kv_pool_allocator
         self.new_token_ratio = new_token_ratio
         self.rem_input_tokens = max_prefill_tokens
         self.rem_chunk_tokens = chunked_prefill_size
-        self.decode_reserve = decode_reserve
+        self.decode_reserve, self.extend_reserve = decode_reserve, extend_reserve
         self.alone = running_batch.is_empty()
         self.promised = sum(self._future_tokens(r) for r in running_batch.reqs)
         self.can_run_list: list[Req] = []
@@ -37,7 +38,7 @@ class PrefillAdder:
     def add_chunked_req(self, req: Req) -> bool:
         """Continue a prompt whose earlier chunks have run, before new requests; False if the pool is full."""
         req.init_next_chunk()
-        chunk_end = min(req.extend_end, req.kv_len + self.rem_chunk_tokens)
+        chunk_end = min(req.extend_end, req.kv_len + self.rem_chunk_tokens) + self.extend_reserve
         need = self.allocator.new_slots(np.array([req.kv_len]), np.array([chunk_end]))
         if need > self.allocator.available_size() + self.tree_cache.evictable_size():
             return False
@@ -79,8 +80,9 @@ class PrefillAdder:
             return self._new_slots(req, self.decode_reserve) <= room
         return self._new_slots(req) + self._future_tokens(req) <= room
 
-    def _new_slots(self, req: Req, beyond: int = 0) -> int:
-        return self.allocator.new_slots(np.array([req.kv_len]), np.array([req.prompt_end() + beyond]))
+    def _new_slots(self, req: Req, beyond: int | None = None) -> int:
+        end = req.prompt_end() + (self.extend_reserve if beyond is None else beyond)
+        return self.allocator.new_slots(np.array([req.kv_len]), np.array([end]))
 
     def _future_tokens(self, req: Req) -> int:
         left = min(req.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)

@@ -64,6 +64,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
             self.model_worker = self.draft_worker = worker_class(server_args, self.tp_worker)
             self.model_runners = self.draft_worker.model_runners
         self.alloc_len_per_decode = self.model_worker.alloc_len_per_decode()
+        self.alloc_len_per_extend = self.model_worker.alloc_len_per_extend()
         self.enable_overlap = server_args.overlap_schedule
         self.forward_stream = make_forward_stream(self.device, self.enable_overlap)
         self._init_memory()
@@ -290,6 +291,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
             self.server_args.max_prefill_tokens,
             self.server_args.chunked_prefill_size,
             2 * self.alloc_len_per_decode,
+            self.alloc_len_per_extend,
         )
         if self.chunked_req is not None and not adder.add_chunked_req(self.chunked_req):
             return None
@@ -303,7 +305,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         self.waiting_queue = self.waiting_queue[admitted:]
         self.chunked_req = adder.new_chunked_req
         batch = self._new_batch(adder.can_run_list)
-        batch.prepare_for_extend()
+        batch.prepare_for_extend(self.alloc_len_per_extend)
         self.counters.forward_ct_prefill += 1
         return batch
 

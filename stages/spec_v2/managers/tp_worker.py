@@ -63,6 +63,10 @@ class TpModelWorker:
         """The most positions behind S that a decode step writes for one request."""
         return 1
 
+    def alloc_len_per_extend(self) -> int:
+        """The positions behind a prompt that its prefill writes."""
+        return 0
+
     def rows_per_req(self) -> tuple[int, int, int]:
         """Rows of a decoding request in a forward of the draft loop, of the target, in the draft extend."""
         return 0, 1, 0

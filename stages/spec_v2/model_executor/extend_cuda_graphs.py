@@ -37,7 +37,7 @@ class ExtendCudaGraphs:
         graphs: where the graphs are kept.
         capture_hidden_mode: what callers ask for; a batch that asks for something else runs eagerly.
         topk: likewise.
-        takes_hidden_states: whether the model is a draft, fed with the target's hidden states.
+        is_draft: whether the model is a draft; most are fed with the target's hidden states.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class ExtendCudaGraphs:
         graphs: CudaGraphRunner,
         capture_hidden_mode: CaptureHiddenMode,
         topk: int,
-        takes_hidden_states: bool = False,
+        is_draft: bool = False,
     ):
         self.model_runner, self.graphs, self.topk = model_runner, graphs, topk
         self.capture_hidden_mode = capture_hidden_mode
-        self.name = "draft_prefill" if takes_hidden_states else "prefill"
+        self.name = "draft_prefill" if is_draft else "prefill"
         device = model_runner.device
         self.shapes = _GPU_SHAPES if device.type == "cuda" else _SHAPES
         most_rows, most_requests = self.shapes[-1]
@@ -59,8 +59,7 @@ class ExtendCudaGraphs:
         self.static = dict(zip(_PER_ROW + _PER_REQUEST, self.packed.split(widths), strict=True))
         self.q_start_loc = torch.zeros(most_requests + 1, dtype=torch.int64, device=device)
         self.hidden_states = None
-        if takes_hidden_states:
-            hidden = model_runner.model_config.fed_hidden_size
+        if is_draft and (hidden := model_runner.model_config.fed_hidden_size):
             self.hidden_states = torch.zeros(most_rows, hidden, dtype=model_runner.dtype, device=device)
         self._captured: set[tuple[int, int]] = set()
         if device.type == "cuda":

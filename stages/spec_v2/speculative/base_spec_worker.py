@@ -30,6 +30,7 @@ from ..model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch,
 from ..model_executor.model_runner import ModelRunner
 from ..server_args import ServerArgs
 from .eagle_info import EagleVerifyInput, EagleVerifyOutput
+from .spec_info import SpeculativeAlgorithm
 from .verify_cuda_graphs import VerifyCudaGraphs
 
 
@@ -76,6 +77,10 @@ class BaseSpecWorker(ABC):
         """A: the most positions behind S that a round writes for one request."""
         return self.speculative_num_draft_tokens
 
+    def alloc_len_per_extend(self) -> int:
+        """The positions behind a prompt that its prefill writes."""
+        return 0
+
     def rows_per_req(self) -> tuple[int, int, int]:
         """Rows of a decoding request in a forward of the draft loop, of the target, in the draft extend."""
         return 0, self.speculative_num_draft_tokens, 0
@@ -102,7 +107,13 @@ class BaseSpecWorker(ABC):
         """Register what is to be recorded; by default short prompts of the target."""
         self.graphs = graphs
         self.target_worker.graphs = graphs
-        self.target_worker.model_runner.init_extend_graphs(graphs, CaptureHiddenMode.FULL)
+        is_eagle = SpeculativeAlgorithm.from_string(self.server_args.speculative_algorithm).is_eagle()
+        mode = CaptureHiddenMode.FULL if is_eagle else CaptureHiddenMode.NULL
+        self.target_worker.model_runner.init_extend_graphs(graphs, mode)
+
+    def graph_size(self, batch: ModelWorkerBatch) -> int | None:
+        """The size of the graphs that a round of `batch` is replayed in; None where it runs eagerly."""
+        return self.graphs.padded_size(len(batch.reqs), batch.global_step)
 
     def clear_cache_pool(self) -> None:  # noqa: B027
         """Forget what was said before, where a method remembers more than a step."""
@@ -112,7 +123,7 @@ class BaseSpecWorker(ABC):
     def verify(self, batch: ModelWorkerBatch, verify_input: EagleVerifyInput) -> EagleVerifyOutput:
         """One target forward over all nodes, then each request's path, its KV put where it is looked for."""
         greedy = batch.sampling_info.is_plain_greedy and not batch.return_logprob
-        size = self.graphs.padded_size(len(batch.reqs), batch.global_step)
+        size = self.graph_size(batch)
         if size is None:
             logits_output = self.target_forward(verify_input, topk=1 if greedy else None)
             output = self.accept(verify_input, logits_output, batch)

@@ -52,12 +52,14 @@ class EagleCudaGraphs(VerifyCudaGraphs):
         """Send `arrays`, ModelWorkerBatch.decode_inputs of the real requests, and draft for them."""
         self.inputs[size].send(*arrays)
         self.seq_lens_cpu = seq_lens_cpu
-        if slots := self.worker.draft_worker.draft_slots_per_req():
-            self._plan(self.draft_runner, ForwardMode.DECODE, size, slots)
+        draft_worker = self.worker.draft_worker
+        if slots := draft_worker.draft_slots_per_req():
+            self._plan(self.draft_runner, ForwardMode.DECODE, size, slots + draft_worker.kv_ahead)
         return self.graphs.replay(("draft", size))
 
     def draft_extend(self, size: int) -> None:
-        self._plan(self.draft_runner, ForwardMode.DRAFT_EXTEND, size, self.worker.max_path + 1)
+        entries = self.worker.max_path + 1 + self.worker.draft_worker.kv_ahead
+        self._plan(self.draft_runner, ForwardMode.DRAFT_EXTEND, size, entries)
         self.graphs.replay(("draft_extend", size))
 
     def idle(self, size: int) -> GenerationBatchResult:

@@ -24,33 +24,38 @@ if TYPE_CHECKING:
 class EagleDraftInput:
     """What drafting starts from: the last output token and the draft's proposals for the one after it."""
 
-    hidden_states: torch.Tensor  # [bs, hidden] of the draft; inside a draft forward [rows, hidden]
+    # [bs, hidden] of the draft; inside a draft forward [rows, hidden]; None where the draft reads none
+    hidden_states: torch.Tensor | None
     verified_id: torch.Tensor | None = None  # [bs]
     topk_p: torch.Tensor | None = None  # [bs, topk] float32
     topk_index: torch.Tensor | None = None  # [bs, topk]
+    draft_probs: torch.Tensor | None = None  # [bs, V] what topk_index was drawn from, where it was drawn
     # Inside a draft forward: the row of hidden_states that each row is paired with, [rows]; None: its own
     hidden_rows: torch.Tensor | None = None
 
     @staticmethod
     def init_future_map(future_map: FutureMap, topk: int, hidden_size: int, dtype: torch.dtype) -> None:
-        future_map.add_draft_state("hidden_states", (hidden_size,), dtype)
+        """`hidden_size` 0: the draft reads no hidden states."""
+        if hidden_size:
+            future_map.add_draft_state("hidden_states", (hidden_size,), dtype)
         future_map.add_draft_state("topk_p", (topk,), torch.float32)
         future_map.add_draft_state("topk_index", (topk,), torch.int64)
 
     @classmethod
-    def resolve(cls, future_map: FutureMap, step: DecodeStep) -> EagleDraftInput:
-        state = {name: rows[step.req_pool_indices] for name, rows in future_map.draft_state.items()}
-        return cls(verified_id=step.output_tokens, **state)
+    def resolve(cls, future_map: FutureMap, step: DecodeStep, is_drawn: bool = False) -> EagleDraftInput:
+        """`is_drawn`: with the laws that proposals were drawn from."""
+        state = {
+            name: rows[step.req_pool_indices]
+            for name, rows in future_map.draft_state.items()
+            if is_drawn or name != "draft_probs"
+        }
+        return cls(**{"hidden_states": None} | state, verified_id=step.output_tokens)
 
     def stash(self, future_map: FutureMap, req_pool_indices: torch.Tensor) -> None:
         """Leave it to the next step."""
-        future_map.stash(
-            req_pool_indices,
-            self.verified_id,
-            hidden_states=self.hidden_states,
-            topk_p=self.topk_p,
-            topk_index=self.topk_index,
-        )
+        state = {name: getattr(self, name) for name in future_map.draft_state}
+        known = {name: tensor for name, tensor in state.items() if tensor is not None}
+        future_map.stash(req_pool_indices, self.verified_id, **known)
 
 
 @dataclass
@@ -65,6 +70,8 @@ class EagleVerifyInput:
     retrieve_index: torch.Tensor  # [bs, n] row of each node in the flat batch
     retrieve_next_token: torch.Tensor  # [bs, n] first child, −1 for a leaf
     retrieve_next_sibling: torch.Tensor  # [bs, n] next child of the same parent, −1 for the last
+    # [bs, n − 1, V] of a chain that was drawn: what each draft was drawn from
+    draft_probs: torch.Tensor | None = None
 
     def accept(
         self,
@@ -100,13 +107,18 @@ class EagleVerifyInput:
             return kernels.verify_tree_greedy(
                 self.draft_token, target_predict.view(bs, n), *tree, *where, max_depth
             )
+        probs = target_probs(logits, info, row_to_req).view(bs, n, -1)
+        numbers = (info.seeds, self.step.output_positions)
+        if self.draft_probs is not None:
+            return kernels.chain_speculative_sampling(
+                self.draft_token, probs, self.draft_probs, self.retrieve_index, *where, *numbers
+            )
         return kernels.tree_speculative_sampling_target_only(
             self.draft_token,
-            target_probs(logits, info, row_to_req).view(bs, n, -1),
+            probs,
             *tree,
             *where,
-            info.seeds,
-            self.step.output_positions,
+            *numbers,
             max_depth,
             threshold_single,
             threshold_acc,

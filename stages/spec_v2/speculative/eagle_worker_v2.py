@@ -31,6 +31,7 @@ from ..model_executor.model_runner import ModelRunner
 from ..server_args import ServerArgs
 from .base_spec_worker import BaseSpecWorker
 from .build_eagle_tree import DraftTree, column_bits
+from .draft_sampler import DraftSampler
 from .eagle_cuda_graphs import EagleCudaGraphs
 from .eagle_info import EagleDraftInput, EagleVerifyInput, EagleVerifyOutput
 from .spec_info import SpeculativeAlgorithm
@@ -39,6 +40,10 @@ from .token_map import load_token_map
 
 class EagleDraftWorker(TpModelWorker):
     """The draft model, with the target's embedding and head."""
+
+    # How many entries more than the target's S a request's draft KV has between steps. The pair at S − 1 has
+    # the last output token in it; a draft that reads tokens alone has one entry more for that token.
+    kv_ahead = 0
 
     def __init__(self, server_args: ServerArgs, target_worker: TpModelWorker):
         self.topk = server_args.speculative_eagle_topk
@@ -49,20 +54,28 @@ class EagleDraftWorker(TpModelWorker):
         algorithm = SpeculativeAlgorithm.from_string(server_args.speculative_algorithm)
         target = target_worker.model_runner.model
         # A method that builds on this one has a name of its own.
-        kind = "EAGLE3" if algorithm.is_eagle3() else "EAGLE"
-        config = draft_config(server_args.speculative_draft_model_path, target_worker.model_config, kind)
-        super().__init__(server_args, config)
+        path, kind = server_args.speculative_draft_model_path, self._kind(algorithm)
+        super().__init__(server_args, draft_config(path, target_worker.model_config, kind))
         self._share_with(target, algorithm)
+        if self.topk > (tokens := len(self.model_runner.model.lm_head)):
+            raise ValueError(
+                f"speculative_eagle_topk={self.topk} is more than the {tokens} tokens of the draft's "
+                "vocabulary: lower it"
+            )
         # What never changes is made once: in a graph each small tensor costs as much as a launch.
         self._column_bits = column_bits(self.draft_slots_per_req(), self.device)
         requests = torch.arange(server_args.max_running_requests, device=self.device)
         self._request_of_beam = requests.repeat_interleave(self.topk)
 
+    def _kind(self, algorithm: SpeculativeAlgorithm) -> str:
+        """Which of draft_config's kinds of draft this is."""
+        return "EAGLE3" if algorithm.is_eagle3() else "EAGLE"
+
     def _share_with(self, target: nn.Module, algorithm: SpeculativeAlgorithm) -> None:
         """Have the draft model borrow from the target, and the target capture what the draft reads.
 
         Raises:
-            ValueError: the target or the token map does not fit, or more children are asked for than tokens.
+            ValueError: the target or the token map does not fit.
         """
         draft = self.model_runner.model
         embed, head = target.get_embed_and_head()
@@ -74,20 +87,23 @@ class EagleDraftWorker(TpModelWorker):
             draft.set_embed_and_head(embed, head[draft.hot_token_id])
         else:
             draft.set_embed_and_head(embed, head)
-        if self.topk > len(draft.lm_head):
-            raise ValueError(
-                f"speculative_eagle_topk={self.topk} is more than the {len(draft.lm_head)} tokens of the "
-                "draft's vocabulary: lower it"
-            )
 
     def draft_slots_per_req(self) -> int:
         # The first level needs no forward: its tokens come out of the draft extend before it.
         return self.topk * (self.speculative_num_steps - 1)
 
+    def _table(self) -> torch.Tensor:
+        return self.model_runner.req_to_token_pool.req_to_token
+
     # ---- prefill ----
 
     def forward_draft_extend(
-        self, forward_batch: ForwardBatch, next_token_ids: torch.Tensor, dp_rows: int | None
+        self,
+        forward_batch: ForwardBatch,
+        next_token_ids: torch.Tensor,
+        dp_rows: int | None,
+        sampler: DraftSampler | None = None,
+        output_positions: torch.Tensor | None = None,
     ) -> EagleDraftInput:
         """The draft over the same rows, each paired with the token after it: token p + 1 with hidden p."""
         shifted = forward_batch.input_ids.roll(-1)
@@ -101,19 +117,36 @@ class EagleDraftWorker(TpModelWorker):
             input_logprobs=None,
             dp_rows=dp_rows,
         )
-        return self.capture_for_decode(self.model_runner.forward(draft_batch), next_token_ids)
+        return self.capture_for_decode(next_token_ids, *self._propose(draft_batch, sampler, output_positions))
+
+    def _propose(
+        self, forward_batch: ForwardBatch, sampler: DraftSampler | None, output_positions: torch.Tensor | None
+    ) -> tuple[LogitsProcessorOutput, torch.Tensor | None]:
+        """A forward's proposals: the likeliest tokens, or with a sampler one that is drawn, and its law.
+
+        `output_positions` [bs] are those of the tokens proposed; only a sampler wants them.
+        """
+        if sampler is None:
+            return self.model_runner.forward(forward_batch), None
+        forward_batch.topk = None
+        output = self.model_runner.forward(forward_batch)
+        return output, sampler.draw(output, output_positions)
 
     def capture_for_decode(
-        self, logits_output: LogitsProcessorOutput, verified_id: torch.Tensor
+        self,
+        verified_id: torch.Tensor,
+        logits_output: LogitsProcessorOutput,
+        draft_probs: torch.Tensor | None = None,
     ) -> EagleDraftInput:
         """What the next step starts from."""
-        return EagleDraftInput(
-            logits_output.hidden_states, verified_id, logits_output.topk_p, logits_output.topk_index
-        )
+        proposals = (logits_output.topk_p, logits_output.topk_index)
+        return EagleDraftInput(logits_output.hidden_states, verified_id, *proposals, draft_probs)
 
     # ---- draft ----
 
-    def draft_forward(self, step: DecodeStep, draft_input: EagleDraftInput) -> tuple[torch.Tensor, ...]:
+    def draft_forward(
+        self, step: DecodeStep, draft_input: EagleDraftInput, sampler: DraftSampler | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
         """Grow `steps` levels, the first out of the draft extend before: fields of EagleVerifyInput."""
         tree = DraftTree(
             draft_input.topk_p,
@@ -122,19 +155,24 @@ class EagleDraftWorker(TpModelWorker):
             self._column_bits,
             self.kernels,
         )
-        table = self.model_runner.req_to_token_pool.req_to_token
+        ahead = step.moved(self.kv_ahead)
         levels = self.kernels.assign_draft_cache_locs(
-            table, step.req_pool_indices, step.seq_lens, self.draft_slots_per_req(), self.topk
+            self._table(), step.req_pool_indices, ahead.seq_lens, self.draft_slots_per_req(), self.topk
         )
         proposals = plan = None  # the attention backend's one plan serves all levels
-        for level in zip(*levels, strict=True):
+        laws = [draft_input.draft_probs]
+        for depth, level in enumerate(zip(*levels, strict=True), 1):
             if proposals is not None:
                 tree.grow(proposals)
             before = draft_input if proposals is None else proposals
-            forward_batch = self._draft_batch(step, tree, before.hidden_states, plan, *level)
-            proposals, plan = self.model_runner.forward(forward_batch), forward_batch.attn_metadata
+            forward_batch = self._draft_batch(ahead, tree, before.hidden_states, plan, *level)
+            at = step.output_positions + depth if sampler else None
+            proposals, law = self._propose(forward_batch, sampler, at)
+            plan = forward_batch.attn_metadata
+            laws.append(law)
         n = self.speculative_num_draft_tokens
-        return tree.build(proposals, draft_input.verified_id, step.seq_lens, n)
+        built = tree.build(proposals, draft_input.verified_id, step.seq_lens, n)
+        return *built, torch.stack(laws, dim=1) if sampler else None
 
     def _draft_batch(
         self,
@@ -170,7 +208,9 @@ class EagleDraftWorker(TpModelWorker):
 
     # ---- draft extend ----
 
-    def draft_extend_forward(self, step: DecodeStep, output: EagleVerifyOutput) -> EagleDraftInput:
+    def draft_extend_forward(
+        self, step: DecodeStep, output: EagleVerifyOutput, sampler: DraftSampler | None = None
+    ) -> EagleDraftInput:
         """Rewrite the draft's KV at accepted positions from true hidden states; propose the next tokens.
 
         Every request gets `width` rows, whatever it accepted, so that nothing has to be read back;
@@ -195,7 +235,8 @@ class EagleDraftWorker(TpModelWorker):
             spec_info=EagleDraftInput(output.hidden_states, hidden_rows=paths.rows),
             dp_rows=step.global_step.draft_extend_rows,
         )
-        return self.capture_for_decode(self.model_runner.forward(forward_batch), paths.verified_id)
+        at = step.output_positions + paths.lens if sampler else None
+        return self.capture_for_decode(paths.verified_id, *self._propose(forward_batch, sampler, at))
 
     # ---- beside other ranks of DP attention ----
 
@@ -206,8 +247,10 @@ class EagleDraftWorker(TpModelWorker):
 
 
 class EAGLEWorkerV2(BaseSpecWorker):
+    draft_worker_class = EagleDraftWorker
+
     def __init__(self, server_args: ServerArgs, target_worker: TpModelWorker):
-        draft_worker = EagleDraftWorker(server_args, target_worker)
+        draft_worker = self.draft_worker_class(server_args, target_worker)
         n, is_chain = draft_worker.speculative_num_draft_tokens, draft_worker.topk == 1
         super().__init__(server_args, target_worker, draft_worker, n, draft_worker.max_path, is_chain)
         self.speculative_num_steps = server_args.speculative_num_steps
@@ -218,13 +261,20 @@ class EAGLEWorkerV2(BaseSpecWorker):
 
     def alloc_len_per_decode(self) -> int:
         """The draft's KV is scratch, in the same slots, and dead when verification begins."""
-        return max(self.draft_worker.draft_slots_per_req(), self.speculative_num_draft_tokens)
+        drafts = max(self.draft_worker.draft_slots_per_req(), self.max_path + 1)
+        return max(drafts + self.draft_worker.kv_ahead, self.speculative_num_draft_tokens)
+
+    def alloc_len_per_extend(self) -> int:
+        return self.draft_worker.kv_ahead
 
     def init_future_map(self, future_map: FutureMap) -> None:
         super().init_future_map(future_map)
         runner = self.draft_model_runner
-        hidden_size, topk = runner.model_config.hidden_size, self.draft_worker.topk
+        config, topk = runner.model_config, self.draft_worker.topk
+        hidden_size = config.hidden_size if config.fed_hidden_size else 0  # its own, from the second level on
         EagleDraftInput.init_future_map(future_map, topk, hidden_size, runner.dtype)
+        if self.server_args.speculative_use_rejection_sampling:
+            future_map.add_draft_state("draft_probs", (config.vocab_size,), torch.float32)
 
     def init_cuda_graphs(self, graphs: CudaGraphRunner) -> None:
         """Record a round of each size: draft, verify, draft extend."""
@@ -251,8 +301,12 @@ class EAGLEWorkerV2(BaseSpecWorker):
         result = self.target_worker.forward_and_sample(batch, forward_batch)
         self.future_map.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
         on_publish()
+        draws = ()
+        if (sampler := self.sampler(batch)) is not None:
+            (prompt_lens,) = upload(self.device, batch.prompt_lens)
+            draws = (sampler, forward_batch.seq_lens - prompt_lens + 1)
         draft_input = self.draft_worker.forward_draft_extend(
-            forward_batch, result.next_token_ids[:, 0], batch.global_step.draft_extend_rows
+            forward_batch, result.next_token_ids[:, 0], batch.global_step.draft_extend_rows, *draws
         )
         draft_input.stash(self.future_map, forward_batch.req_pool_indices)
         return result
@@ -261,31 +315,45 @@ class EAGLEWorkerV2(BaseSpecWorker):
 
     def draft(self, batch: ModelWorkerBatch) -> EagleVerifyInput:
         """Grow a tree of drafts behind every request's last token and choose the nodes to verify."""
-        size = self.graphs.padded_size(len(batch.reqs), batch.global_step)
+        size = self.graph_size(batch)
         if size is not None:
             return self.round_graphs.draft(size, batch)
         inputs = (*upload(self.device, *batch.decode_inputs), batch.seq_lens_cpu, batch.global_step)
-        return self.grow(DecodeStep.resolve(self.future_map, self.req_to_token_pool, *inputs))
+        step = DecodeStep.resolve(self.future_map, self.req_to_token_pool, *inputs)
+        return self.grow(step, self.sampler(batch))
 
-    def grow(self, step: DecodeStep) -> EagleVerifyInput:
+    def sampler(self, batch: ModelWorkerBatch) -> DraftSampler | None:
+        """What draws the drafts of `batch`, if they are to be drawn; a greedy batch's are the likeliest."""
+        if not self.server_args.speculative_use_rejection_sampling or batch.sampling_info.is_all_greedy:
+            return None
+        hot_token_id = getattr(self.draft_model_runner.model, "hot_token_id", None)
+        return DraftSampler(batch.sampling_info, self.kernels, hot_token_id)
+
+    def graph_size(self, batch: ModelWorkerBatch) -> int | None:
+        """Drafts that are drawn follow what the requests ask for, which no graph knows."""
+        return None if self.sampler(batch) is not None else super().graph_size(batch)
+
+    def grow(self, step: DecodeStep, sampler: DraftSampler | None = None) -> EagleVerifyInput:
         """The device's part of drafting."""
-        draft_input = EagleDraftInput.resolve(self.future_map, step)
-        tree = self.draft_worker.draft_forward(step, draft_input)
+        draft_input = EagleDraftInput.resolve(self.future_map, step, is_drawn=sampler is not None)
+        tree = self.draft_worker.draft_forward(step, draft_input, sampler)
         return EagleVerifyInput(step, self.verify_slots(step), *tree)
 
     def forward_draft_extend_after_decode(
         self, batch: ModelWorkerBatch, verify_input: EagleVerifyInput, output: EagleVerifyOutput
     ) -> None:
         """Bring the draft's KV up to date and leave to the next round what it drafts from."""
-        size = self.graphs.padded_size(len(batch.reqs), batch.global_step)
+        size = self.graph_size(batch)
         if size is not None:
             self.round_graphs.draft_extend(size)
         else:
-            self.extend_draft(verify_input.step, output)
+            self.extend_draft(verify_input.step, output, self.sampler(batch))
 
-    def extend_draft(self, step: DecodeStep, output: EagleVerifyOutput) -> None:
+    def extend_draft(
+        self, step: DecodeStep, output: EagleVerifyOutput, sampler: DraftSampler | None = None
+    ) -> None:
         """The device's part of the draft extend."""
-        draft_input = self.draft_worker.draft_extend_forward(step, output)
+        draft_input = self.draft_worker.draft_extend_forward(step, output, sampler)
         draft_input.stash(self.future_map, step.req_pool_indices)
 
     # ---- beside other ranks of DP attention ----

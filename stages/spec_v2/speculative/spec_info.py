@@ -88,8 +88,10 @@ class SpeculativeAlgorithm(Enum):
         """The class that runs this algorithm."""
         from .eagle_worker_v2 import EAGLEWorkerV2
         from .ngram_worker import NGRAMWorker
+        from .standalone_worker_v2 import StandaloneWorkerV2
 
-        return NGRAMWorker if self == SpeculativeAlgorithm.NGRAM else EAGLEWorkerV2
+        others = {"STANDALONE": StandaloneWorkerV2, "NGRAM": NGRAMWorker}
+        return others.get(self.name, EAGLEWorkerV2)
 
 
 ALIASES: dict[str, Any] = {"NEXTN": "EAGLE"}

@@ -12,6 +12,7 @@ import torch
 from stages.spec_v2.kernels import load_kernels
 from stages.spec_v2.managers.forward_stream import ForwardStream
 from stages.spec_v2.managers.schedule_batch import Req, ScheduleBatch
+from stages.spec_v2.managers.scheduler import Scheduler
 from stages.spec_v2.mem_cache.allocator import TokenToKVPoolAllocator
 from stages.spec_v2.mem_cache.memory_pool import ReqToTokenPool
 from stages.spec_v2.mem_cache.radix_cache import RadixCache
@@ -160,13 +161,18 @@ def test_every_write_goes_to_a_slot_of_its_request(engines, zoo, tree, page, min
 
 def test_too_small_a_reservation_would_be_noticed(engines, zoo, monkeypatch):
     """With room for one step where two are under way, a round runs over the end of what is reserved."""
-    real = ScheduleBatch.reserved_lens
+    real, process = ScheduleBatch.reserved_lens, Scheduler._process
+
+    def late(scheduler):
+        scheduler.forward_stream.wait_for_reads()  # the next reservation must not come in time for this round
+        process(scheduler)
 
     def short(batch, alloc_len):
         now, _ = real(batch, alloc_len)
         need = np.array([r.kv_len for r in batch.reqs]) + alloc_len
         return now, np.maximum(now, need)
 
+    monkeypatch.setattr(Scheduler, "_process", late)
     monkeypatch.setattr(ScheduleBatch, "reserved_lens", short)
     prompts = zoo.prompts((5, 9, 7), 24)
     with engines.fresh(tree=(3, 1, 4)) as engine, drafters.perfect(Probe(engine), zoo.ref()):

@@ -10,6 +10,7 @@ import torch
 
 USE_SAMPLE = 0
 USE_ACCEPT = 1
+USE_DRAFT = 2
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -40,7 +41,7 @@ def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor, use: int) -> to
     Args:
         seeds: int64, any shape; all 64 bits form the key.
         positions: int64, same shape; output position of the token the number is for.
-        use: USE_SAMPLE or USE_ACCEPT, so that a coin and a draw at one position are independent.
+        use: USE_SAMPLE, USE_ACCEPT or USE_DRAFT, so that what is drawn at one position is independent.
 
     Returns:
         float32, same shape.

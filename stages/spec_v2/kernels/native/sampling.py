@@ -28,14 +28,17 @@ def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.where(hit.any(-1), hit.to(torch.uint8).argmax(-1), last)
 
 
-def sample_from_probs(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def sample_from_probs(
+    probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, use: int = USE_SAMPLE
+) -> torch.Tensor:
     """One token per row.
 
     Args:
         probs: float32 [rows, V].
         seeds: int64 [rows]; positions: int64 [rows], output position of the token drawn.
+        use: what the token is drawn for, see philox_uniform.
 
     Returns:
         int64 [rows].
     """
-    return inverse_cdf(probs, philox_uniform(seeds, positions, USE_SAMPLE))
+    return inverse_cdf(probs, philox_uniform(seeds, positions, use))

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..native.random import USE_ACCEPT, USE_SAMPLE
+from ..native.random import USE_ACCEPT, USE_DRAFT, USE_SAMPLE
 
-__all__ = ["USE_ACCEPT", "USE_SAMPLE", "philox_uniform", "uniform"]
+__all__ = ["USE_ACCEPT", "USE_DRAFT", "USE_SAMPLE", "philox_uniform", "uniform"]
 
 
 @triton.jit

@@ -102,7 +102,9 @@ def _sample_kernel(
     tl.store(out + row, draw(probs + row * stride, u, seeds, seeds, nobody, V, 1, BLOCK, BLOCKS2))
 
 
-def sample_from_probs(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def sample_from_probs(
+    probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, use: int = USE_SAMPLE
+) -> torch.Tensor:
     """See the native twin."""
     rows, vocab = probs.shape
     probs = row_strided(probs)
@@ -116,7 +118,7 @@ def sample_from_probs(probs: torch.Tensor, seeds: torch.Tensor, positions: torch
             out,
             probs.stride(0),
             V=vocab,
-            USE=USE_SAMPLE,
+            USE=use,
             BLOCK=block,
             BLOCKS2=triton.next_power_of_2(triton.cdiv(vocab, block)),
             num_warps=8,
