@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Probe:
@@ -302,6 +303,19 @@ class Probe:
             self.check_target_kv(ref)
         if ref_head is not None and self.draft_worker is not None:
             self.check_draft_kv(ref_head)
+
+
+class Operations(TorchDispatchMode):
+    """Operations of this thread that launch something: views and uninitialised memory do not."""
+
+    def __init__(self, seen: list[str]):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and "empty" not in str(func):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ class ForwardStream:
         return Event()
 
     def wait_for_reads(self) -> None:
-        """The write-after-read barrier: what the scheduler writes from now on, no job so far reads."""
+        """The write-after-read barrier: what the scheduler writes from now on, no job so far touches."""
 
     def synchronize(self) -> None:
         """Wait until everything is done. What jobs raised, their `result()` told; here it is forgotten."""
@@ -68,10 +68,14 @@ class CudaForwardStream(ForwardStream):
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
+        # Made once, since to make them takes longer than to use them.
+        self._is_current = torch.cuda.stream(self.stream)
+        self._written = torch.cuda.Event()
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future:
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        self._written.record()
+        self.stream.wait_event(self._written)
+        with self._is_current:
             return super().submit(job, *args)
 
     def event(self) -> torch.cuda.Event:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..layers.logprobs import LogprobRows
-from ..model_executor.device_io import Readback
+from ..model_executor.device_io import Packed, Readback, pack
 
 
 @dataclass
@@ -30,6 +30,7 @@ class GenerationBatchResult:
     hidden_states: torch.Tensor | np.ndarray | None = None  # [bs · width, hidden] float32
     input_logprobs: LogprobRows | None = None  # rows as in ModelWorkerBatch.input_logprobs
     num_draft_tokens: int = 0  # nodes of each request's tree, root included; 0 where nothing was drafted
+    packed: Packed | None = field(default=None, repr=False)  # all of the above on the device, once `pack` ran
     readback: Readback | None = field(default=None, repr=False)
     tokens: list[list[int]] = field(default_factory=list)  # on the host: each request's tokens
     _on_host: GenerationBatchResult | None = field(default=None, init=False, repr=False)
@@ -41,9 +42,14 @@ class GenerationBatchResult:
     def start_read(self, readback: Readback | None = None) -> GenerationBatchResult:
         """Send everything on its way to the host; whatever is launched from now on need not be waited for."""
         self.readback = readback or Readback()
+        self.readback.copy(self.packed or self.pack().packed)
+        return self
+
+    def pack(self) -> GenerationBatchResult:
+        """Have all of it where one copy reads it; may be recorded."""
         plain = [getattr(self, n) for n in self._PLAIN if getattr(self, n) is not None]
         scored = [t for n in self._SCORED if getattr(self, n) is not None for t in getattr(self, n)]
-        self.readback.copy(*plain, *scored)
+        self.packed = pack(*plain, *scored)
         return self
 
     def read(self) -> GenerationBatchResult:

@@ -7,7 +7,8 @@ rows: its length stays 0.
 
 A step publishes lengths as soon as its verification is through (#25879), so that whoever needs them on the
 host waits for no draft extend. All the rest it stashes at its end. Jobs of one stream read what earlier ones
-have written; nothing else guards the rows, and nothing else may touch them.
+have written; nothing else guards the rows, and nothing else may touch them. All of it may be recorded in a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import numpy as np
 import torch
 
 from ..layers.dp_attention import GlobalStep
+from ..mem_cache.memory_pool import ReqToTokenPool
 from .forward_stream import ForwardStream
 
 _ALONE = GlobalStep()
 
-# Tells the map, on the device: the lengths new_seq_lens [bs] of the requests in rows req_pool_indices [bs].
-OnPublish = Callable[[torch.Tensor, torch.Tensor], None]
+OnPublish = Callable[[], None]
 
 
 class FutureMap:
@@ -57,10 +58,15 @@ class FutureMap:
 
     # ---- in a job ----
 
+    def publish(self, req_pool_indices: torch.Tensor, new_seq_lens: torch.Tensor) -> None:
+        """Tell the lengths [bs] of the requests in rows `req_pool_indices` [bs]; row 0 keeps its 0."""
+        self.new_seq_lens_buf[req_pool_indices] = new_seq_lens
+        self.new_seq_lens_buf[:1].zero_()
+
     def stash(
         self, req_pool_indices: torch.Tensor, output_tokens: torch.Tensor, **draft_state: torch.Tensor
     ) -> None:
-        """Keep the last token [bs] of each request and what its next round drafts from; may be recorded."""
+        """Keep the last token [bs] of each request and what its next round drafts from."""
         self.output_tokens_buf[req_pool_indices] = output_tokens
         for name, tensor in draft_state.items():
             self.draft_state[name][req_pool_indices] = tensor
@@ -68,16 +74,16 @@ class FutureMap:
     # ---- beside a job ----
 
     def next_publish(self) -> OnPublish:
-        """What the step that is launched next calls with its lengths, once."""
+        """What the step that is launched next calls once, when it has published or replayed what does."""
+        if self._seq_lens_host is None:
+            return _nobody_waits
         self.publish_ready = event = self.forward_stream.event()
 
-        def publish(req_pool_indices: torch.Tensor, new_seq_lens: torch.Tensor) -> None:
-            self.new_seq_lens_buf[req_pool_indices] = new_seq_lens
-            if self._seq_lens_host is not None:
-                self._seq_lens_host.copy_(self.new_seq_lens_buf, non_blocking=True)
+        def on_publish() -> None:
+            self._seq_lens_host.copy_(self.new_seq_lens_buf, non_blocking=True)
             event.record()
 
-        return publish
+        return on_publish
 
     def resolve_seq_lens_cpu(self, req_pool_indices: np.ndarray) -> np.ndarray | None:
         """The lengths on the host, [bs]; None where no backend needs them.
@@ -88,6 +94,10 @@ class FutureMap:
             return None
         self.publish_ready.synchronize()
         return self._seq_lens_host.numpy()[req_pool_indices]
+
+
+def _nobody_waits() -> None:
+    pass
 
 
 @dataclass
@@ -101,16 +111,31 @@ class DecodeStep:
     seq_lens_cpu: np.ndarray | None = None  # [bs] S on the host, where a backend needs it; None in a graph
     global_step: GlobalStep = _ALONE  # what the ranks of DP attention agreed on; nothing in a graph
 
+    @staticmethod
+    def input_shapes(bs: int, new_slots: int) -> list[tuple[int, ...]]:
+        """Of ModelWorkerBatch.decode_inputs: what `resolve` takes from the host."""
+        each = (bs,)
+        return [each, each, each, (bs, new_slots), each]
+
     @classmethod
     def resolve(
         cls,
         future_map: FutureMap,
+        req_to_token_pool: ReqToTokenPool,
         req_pool_indices: torch.Tensor,
         prompt_lens: torch.Tensor,
+        start: torch.Tensor,
+        slots: torch.Tensor,
+        lens: torch.Tensor,
         seq_lens_cpu: np.ndarray | None = None,
         global_step: GlobalStep = _ALONE,
     ) -> DecodeStep:
-        """Read the rows `req_pool_indices` [bs] of requests whose prompts have `prompt_lens` [bs] tokens."""
+        """Begin a step: enter its new slots into the table, and read what the step before has left.
+
+        The requests stand in rows `req_pool_indices` [bs], and their prompts have `prompt_lens` [bs] tokens.
+        The first lens[i] of `slots` [bs, width] are those of positions start[i] on; padding rows have none.
+        """
+        req_to_token_pool.assign(req_pool_indices, start, slots, lens)
         seq_lens = future_map.new_seq_lens_buf[req_pool_indices]
         tokens = future_map.output_tokens_buf[req_pool_indices]
         positions = seq_lens - prompt_lens + 1

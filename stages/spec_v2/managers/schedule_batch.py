@@ -86,6 +86,11 @@ class Logprobs:
         getattr(self, f"{kind}_ids").append([(float(v), i, None) for v, i in asked])
 
 
+def most_new_slots(alloc_len: int, page_size: int) -> int:
+    """The most slots that one decode step adds to a request's: behind a prompt, to the end of a page."""
+    return 2 * alloc_len + page_size - 1
+
+
 @dataclass(eq=False)
 class Req:
     """One request, from admission to result."""
@@ -241,8 +246,9 @@ class ModelWorkerBatch:
     reqs: list[Req]  # for methods that draft on the host
     req_pool_indices: np.ndarray  # [bs]
     prompt_lens: np.ndarray  # [bs]
-    # Of a decode step: S, where an attention backend needs it on the host. Else the future map knows.
+    # Of a decode step; None for an extend. S is here where a backend needs it; else the future map knows.
     seq_lens_cpu: np.ndarray | None  # [bs]
+    new_slots: tuple[np.ndarray, ...] | None  # see ScheduleBatch.table_entries
     # Of an extend; None for a decode step.
     input_ids: np.ndarray | None  # [rows]
     prefix_lens: np.ndarray | None  # [bs]
@@ -257,6 +263,11 @@ class ModelWorkerBatch:
     output_logprobs: tuple[int, np.ndarray] | None  # see ScheduleBatch.logprob_shape
     spec_algorithm: SpeculativeAlgorithm
     global_step: GlobalStep  # what the ranks of DP attention agreed on
+
+    @property
+    def decode_inputs(self) -> tuple[np.ndarray, ...]:
+        """What DecodeStep.resolve takes on the device."""
+        return self.req_pool_indices, self.prompt_lens, *self.new_slots
 
     @property
     def return_logprob(self) -> bool:
@@ -290,6 +301,8 @@ class ScheduleBatch:
     forward_mode: ForwardMode = ForwardMode.IDLE
     req_pool_indices: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     sampling_info: SamplingBatchInfo | None = None  # it belongs to the forward stream's jobs
+    # Filled by prepare_for_decode for the step at hand.
+    new_slots: tuple[np.ndarray, ...] | None = None
     # Filled by prepare_for_extend for the step at hand.
     prefix_lens: np.ndarray | None = None
     seq_lens: np.ndarray | None = None
@@ -326,11 +339,14 @@ class ScheduleBatch:
 
     def check_decode_mem(self, alloc_len: int = 1) -> bool:
         """Whether the reservation for a step fits, after evicting."""
-        need = self.token_to_kv_pool_allocator.new_slots(*self.reserved_lens(alloc_len))
-        return self.evict_from_tree_cache(need)
+        allocator = self.token_to_kv_pool_allocator
+        most = len(self.reqs) * most_new_slots(alloc_len, allocator.page_size)
+        if most <= allocator.available_size():  # nearly always
+            return True
+        return self.evict_from_tree_cache(allocator.new_slots(*self.reserved_lens(alloc_len)))
 
     def alloc_slots(self, now: np.ndarray, then: np.ndarray) -> np.ndarray:
-        """Slots for positions now … then − 1 of each request, [sum], entered on the host and the device."""
+        """Slots for positions now … then − 1 of each request, [sum], entered in the host's table."""
         pool, allocator = self.req_to_token_pool, self.token_to_kv_pool_allocator
         counts, table = then - now, pool.req_to_token_host
         last_locs = table[self.req_pool_indices, np.maximum(now - 1, 0)]
@@ -344,16 +360,18 @@ class ScheduleBatch:
             start += count
         return slots
 
+    def table_entries(self, start: np.ndarray, end: np.ndarray, width: int) -> tuple[np.ndarray, ...]:
+        """What the host's table has at positions start … end − 1 of each request, for ReqToTokenPool.assign:
+        start [bs], slots [bs, width], of which the first lens [bs] count.
+        """
+        table = self.req_to_token_pool.req_to_token_host
+        columns = np.minimum(start[:, None] + np.arange(width), table.shape[1] - 1)
+        return start, table[self.req_pool_indices[:, None], columns], end - start
+
     def write_table(self, start: np.ndarray, end: np.ndarray) -> None:
         """Bring positions start … end − 1 of each request, [bs] each, from the host's table to the device."""
-        width = int((end - start).max())
-        if width == 0:
-            return
-        table = self.req_to_token_pool
-        columns = np.minimum(start[:, None] + np.arange(width), table.req_to_token_host.shape[1] - 1)
-        slots = table.req_to_token_host[self.req_pool_indices[:, None], columns]
-        rows, start, slots, lens = upload(self.device, self.req_pool_indices, start, slots, end - start)
-        table.assign(rows, start, slots, lens)
+        entries = self.table_entries(start, end, int((end - start).max()))
+        self.req_to_token_pool.assign(*upload(self.device, self.req_pool_indices, *entries))
 
     # ---- one step ----
 
@@ -392,12 +410,14 @@ class ScheduleBatch:
     def prepare_for_decode(self, alloc_len: int) -> None:
         """Reserve slots for the step in flight and the next.
 
-        They are entered behind all that the step in flight can reach, so nothing has to wait for it.
+        The next step's job enters them into the device's table, and jobs run one after the other: nothing has
+        to wait for the step in flight.
         """
         self.forward_mode = ForwardMode.DECODE
         now, then = self.reserved_lens(alloc_len)
         self.alloc_slots(now, then)
-        self.write_table(now, then)
+        width = most_new_slots(alloc_len, self.token_to_kv_pool_allocator.page_size)
+        self.new_slots = self.table_entries(now, then, width)
 
     def get_model_worker_batch(self, seq_lens_cpu: np.ndarray | None = None) -> ModelWorkerBatch:
         extend = self.forward_mode.is_extend()
@@ -415,8 +435,9 @@ class ScheduleBatch:
             forward_mode=self.forward_mode,
             reqs=self.reqs,
             req_pool_indices=self.req_pool_indices,
-            prompt_lens=np.array([len(r.origin_input_ids) for r in self.reqs], dtype=np.int64),
+            prompt_lens=self.prompt_lens,
             seq_lens_cpu=seq_lens_cpu,
+            new_slots=self.new_slots,
             input_ids=input_ids,
             prefix_lens=self.prefix_lens,
             seq_lens=self.seq_lens,
@@ -480,6 +501,7 @@ class ScheduleBatch:
         self._rows_changed()
 
     def _rows_changed(self) -> None:
+        self.prompt_lens = np.array([len(r.origin_input_ids) for r in self.reqs], dtype=np.int64)
         self.return_logprob = any(r.logprobs is not None for r in self.reqs)
         self.return_hidden_states = any(r.return_hidden_states for r in self.reqs)
 

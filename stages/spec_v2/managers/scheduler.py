@@ -31,7 +31,7 @@ from ..speculative.spec_info import SpeculativeAlgorithm
 from .forward_stream import make_forward_stream
 from .generation_result import GenerationBatchResult
 from .overlap_utils import FutureMap
-from .schedule_batch import FinishReason, Req, ScheduleBatch
+from .schedule_batch import FinishReason, Req, ScheduleBatch, most_new_slots
 from .schedule_policy import PrefillAdder
 from .scheduler_counters import Counters, average_correct_drafts
 from .scheduler_dp_attn_mixin import SchedulerDPAttnMixin
@@ -81,7 +81,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         self.max_total_num_tokens = profile_max_num_tokens(args, self.model_runners)
         logger.info("%d KV slots, %d requests at once", self.max_total_num_tokens, self.max_running_requests)
         # What is reserved for a request at its context limit sticks out over the end of its row.
-        width = self.model_config.context_len + 2 * self.alloc_len_per_decode + args.page_size - 1
+        width = self.model_config.context_len + most_new_slots(self.alloc_len_per_decode, args.page_size)
         self.req_to_token_pool = ReqToTokenPool(
             self.max_running_requests, width, self.device, self.tp_worker.kernels
         )

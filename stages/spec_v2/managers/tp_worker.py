@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from ..configs.model_config import ModelConfig
@@ -19,6 +22,8 @@ from .decode_cuda_graphs import DecodeCudaGraphs
 from .generation_result import GenerationBatchResult
 from .overlap_utils import DecodeStep, FutureMap, OnPublish
 from .schedule_batch import ModelWorkerBatch
+
+_ALONE = GlobalStep()
 
 
 class TpModelWorker:
@@ -73,20 +78,32 @@ class TpModelWorker:
         if batch.forward_mode.is_extend():
             forward_batch = ForwardBatch.init_new(batch, self.model_runner)
             rows = forward_batch.req_pool_indices
-            on_publish(rows, forward_batch.seq_lens)
+            self.future_map.publish(rows, forward_batch.seq_lens)
+            on_publish()
             result = self.forward_and_sample(batch, forward_batch)
             self.future_map.stash(rows, result.next_token_ids[:, 0])
             return result
         size = self.graphs.padded_size(len(batch.req_pool_indices), batch.global_step)
         if size is not None:
             return self.decode_graphs.run(size, batch, on_publish)
-        arrays = upload(self.device, batch.req_pool_indices, batch.prompt_lens)
-        step = DecodeStep.resolve(self.future_map, *arrays, batch.seq_lens_cpu, batch.global_step)
-        on_publish(step.req_pool_indices, step.seq_lens + 1)
+        step = self.begin(upload(self.device, *batch.decode_inputs), batch.seq_lens_cpu, batch.global_step)
+        on_publish()
         output = self.decode_forward(step, topk=None if batch.needs_logits else 1)
         result = self.sample(batch, output, step.output_positions)
         self.future_map.stash(step.req_pool_indices, result.next_token_ids[:, 0])
         return result
+
+    def begin(
+        self,
+        inputs: Sequence[torch.Tensor],
+        seq_lens_cpu: np.ndarray | None = None,
+        global_step: GlobalStep = _ALONE,
+    ) -> DecodeStep:
+        """Start a plain decode step, whose lengths are known before it has run."""
+        pool = self.model_runner.req_to_token_pool
+        step = DecodeStep.resolve(self.future_map, pool, *inputs, seq_lens_cpu, global_step)
+        self.future_map.publish(step.req_pool_indices, step.seq_lens + 1)
+        return step
 
     def decode_forward(self, step: DecodeStep, topk: int | None) -> LogitsProcessorOutput:
         """One row for each request: its last token, at S."""

@@ -48,6 +48,8 @@ class TokenToKVPoolAllocator:
         taken = self._take(int(new_pages.sum()))
         if taken is None:
             return None
+        if page == 1:
+            return taken
         counts = seq_lens - prefix_lens
         row = np.repeat(np.arange(len(counts)), counts)
         offset = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -48,8 +48,7 @@ def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 class Readback:
     """Tensors on their way to the host in one copy, while the device goes on working.
 
-    `copy` starts it and `wait` ends it. One object may be used again and again for the same shapes: inside a
-    CUDA graph the copy is recorded, and `launched` is called after each replay.
+    `copy` starts it and `wait` ends it. One object may be used again and again for the same shapes.
     """
 
     def __init__(self) -> None:
@@ -58,17 +57,13 @@ class Readback:
         self._arrays: list[np.ndarray] = []  # what `_host` holds
         self._event: torch.cuda.Event | None = None  # None on a CPU, where a copy is done at once
 
-    def copy(self, *tensors: torch.Tensor) -> None:
-        """bfloat16 has no numpy counterpart: convert to float32 before.
-
-        Tensors that lie side by side in memory already (kernels/packed.py) are not gathered first.
-        """
-        packed, like = _stretch(tensors) or _gathered(tensors)
+    def copy(self, packed: Packed) -> None:
+        """bfloat16 has no numpy counterpart: convert to float32 before."""
+        memory, like = packed
         if like != self._like:
-            self._make_room(packed, like)
-        self._host.copy_(packed, non_blocking=True)
-        if packed.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self.launched()
+            self._make_room(memory, like)
+        self._host.copy_(memory, non_blocking=True)
+        self.launched()
 
     def _make_room(self, packed: torch.Tensor, like: list[_Part]) -> None:
         self._like = like
@@ -95,12 +90,27 @@ class Readback:
         return [array.copy() for array in self._arrays]  # the next `copy` overwrites what is there
 
 
+class Packed(NamedTuple):
+    """Tensors in one piece of memory."""
+
+    memory: torch.Tensor  # uint8
+    parts: list[_Part]
+
+
 class _Part(NamedTuple):
     """A tensor in a copy of several: its first byte, and what it is."""
 
     start: int
     dtype: torch.dtype
     shape: torch.Size
+
+
+def pack(*tensors: torch.Tensor) -> Packed:
+    """All of `tensors` in one piece; may be recorded.
+
+    Those that lie side by side in memory already (kernels/packed.py) are not gathered first.
+    """
+    return Packed(*(_stretch(tensors) or _gathered(tensors)))
 
 
 def _gathered(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, list[_Part]]:
@@ -127,5 +137,5 @@ def _stretch(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, list[_Par
 def download(*tensors: torch.Tensor) -> list[np.ndarray]:
     """Read tensors back in one blocking copy."""
     readback = Readback()
-    readback.copy(*tensors)
+    readback.copy(pack(*tensors))
     return readback.wait()

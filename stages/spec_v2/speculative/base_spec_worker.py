@@ -68,8 +68,9 @@ class BaseSpecWorker(ABC):
     ) -> GenerationBatchResult:
         """Launch one step: of an extend one token for each request, of a decode step what a round accepts.
 
-        `on_publish` is called once, as soon as the new lengths are on the device. When this returns, the
-        result's read has been started, and the future map will hold what the next step starts from.
+        A decode step begins with DecodeStep.resolve. `on_publish` is called once, as soon as the new lengths
+        are in the future map, where `accept` puts those of a round. When this returns, the result's read has
+        been started, and the map will hold all that the next step starts from.
         """
 
     def alloc_len_per_decode(self) -> int:
@@ -94,6 +95,7 @@ class BaseSpecWorker(ABC):
         return [worker.model_runner for worker in workers if worker is not None]
 
     def init_memory_pool(self, req_to_token_pool: ReqToTokenPool, allocator: TokenToKVPoolAllocator) -> None:
+        self.req_to_token_pool = req_to_token_pool
         for runner in self.model_runners:
             runner.init_memory_pool(req_to_token_pool, allocator)
 
@@ -131,13 +133,11 @@ class BaseSpecWorker(ABC):
             return self.round_graphs.verify(size)
         return self.round_graphs.verify_with_logits(size, verify_input, batch)
 
-    def _table(self) -> torch.Tensor:
-        return self.target_worker.model_runner.req_to_token_pool.req_to_token
-
     def verify_slots(self, step: DecodeStep) -> torch.Tensor:
         """Where a round's nodes are written, [bs, n]: the slots are reserved, so none is allocated."""
         n = self.speculative_num_draft_tokens
-        return self.kernels.assign_extend_cache_locs(self._table(), step.req_pool_indices, step.seq_lens, n)
+        table = self.req_to_token_pool.req_to_token
+        return self.kernels.assign_extend_cache_locs(table, step.req_pool_indices, step.seq_lens, n)
 
     def target_forward(self, verify_input: EagleVerifyInput, topk: int | None) -> LogitsProcessorOutput:
         """The target over all nodes: its logits, or with `topk` only the likeliest tokens of each."""
@@ -168,7 +168,7 @@ class BaseSpecWorker(ABC):
         logits_output: LogitsProcessorOutput,
         batch: ModelWorkerBatch | None,
     ) -> EagleVerifyOutput:
-        """Choose the paths, settle their KV, and collect what the host must know.
+        """Choose the paths, publish the lengths, settle the paths' KV, and collect what the host must know.
 
         `batch` is None in a graph: its requests are greedy and want tokens alone.
         """
@@ -180,6 +180,7 @@ class BaseSpecWorker(ABC):
             self.server_args.speculative_accept_threshold_acc,
             self.kernels,
         )
+        self.future_map.publish(verify_input.step.req_pool_indices, paths.kv_lens)
         if batch is not None:
             batch.sampling_info.append_tokens(paths.tokens, paths.lens)
         hidden_states = logits_output.hidden_states
@@ -199,7 +200,7 @@ class BaseSpecWorker(ABC):
         """Make positions S … S + lens − 1 hold the accepted nodes' KV: what comes next knows chains only.
 
         A tree's path is moved to the front, whatever the page size: the table says where a position's KV is
-        before anybody knows what is accepted, and only the scheduler writes to it.
+        before anybody knows what is accepted, and no round changes that.
         """
         if self.is_chain:
             return paths

@@ -38,18 +38,18 @@ class EagleCudaGraphs(VerifyCudaGraphs):
         self.graphs.capture(("draft_extend", size), partial(self.worker.extend_draft, step, output))
 
     def _draft(self, buffer: PackedBuffer) -> EagleVerifyInput:
-        return self.worker.grow(DecodeStep.resolve(self.worker.future_map, *buffer.device))
+        worker = self.worker
+        return worker.grow(DecodeStep.resolve(worker.future_map, worker.req_to_token_pool, *buffer.device))
 
     # ---- one round ----
 
     def draft(self, size: int, batch: ModelWorkerBatch) -> EagleVerifyInput:
-        arrays = (batch.req_pool_indices, batch.prompt_lens)
-        return self._rows(self._start(size, arrays, batch.seq_lens_cpu), len(batch.reqs))
+        return self._rows(self._start(size, batch.decode_inputs, batch.seq_lens_cpu), len(batch.reqs))
 
     def _start(
         self, size: int, arrays: tuple[np.ndarray, ...], seq_lens_cpu: np.ndarray | None
     ) -> EagleVerifyInput:
-        """Send `arrays`, rows and prompt lengths of the real requests, and draft for them."""
+        """Send `arrays`, ModelWorkerBatch.decode_inputs of the real requests, and draft for them."""
         self.inputs[size].send(*arrays)
         self.seq_lens_cpu = seq_lens_cpu
         draft_worker = self.worker.draft_worker

@@ -290,7 +290,7 @@ class EAGLEWorkerV2(BaseSpecWorker):
             return self.forward_extend(batch, on_publish)
         verify_input = self.draft(batch)
         output = self.verify(batch, verify_input)
-        on_publish(verify_input.step.req_pool_indices, output.paths.kv_lens[: len(batch.reqs)])
+        on_publish()
         self.forward_draft_extend_after_decode(batch, verify_input, output)
         return output.result
 
@@ -299,7 +299,8 @@ class EAGLEWorkerV2(BaseSpecWorker):
         self._idle_while_others_draft(batch.global_step)
         forward_batch = ForwardBatch.init_new(batch, self.target_worker.model_runner)
         result = self.target_worker.forward_and_sample(batch, forward_batch)
-        on_publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        self.future_map.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        on_publish()
         draws = ()
         if (sampler := self.sampler(batch)) is not None:
             (prompt_lens,) = upload(self.device, batch.prompt_lens)
@@ -317,8 +318,8 @@ class EAGLEWorkerV2(BaseSpecWorker):
         size = self.graph_size(batch)
         if size is not None:
             return self.round_graphs.draft(size, batch)
-        arrays = upload(self.device, batch.req_pool_indices, batch.prompt_lens)
-        step = DecodeStep.resolve(self.future_map, *arrays, batch.seq_lens_cpu, batch.global_step)
+        inputs = (*upload(self.device, *batch.decode_inputs), batch.seq_lens_cpu, batch.global_step)
+        step = DecodeStep.resolve(self.future_map, self.req_to_token_pool, *inputs)
         return self.grow(step, self.sampler(batch))
 
     def sampler(self, batch: ModelWorkerBatch) -> DraftSampler | None:

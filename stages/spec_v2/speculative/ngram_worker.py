@@ -17,6 +17,7 @@ import itertools
 import numpy as np
 import torch
 
+from ..layers.logits_processor import LogitsProcessorOutput
 from ..managers.generation_result import GenerationBatchResult
 from ..managers.overlap_utils import DecodeStep, OnPublish
 from ..managers.schedule_batch import ModelWorkerBatch
@@ -28,8 +29,10 @@ from ..model_executor.packed_buffer import PackedBuffer
 from ..server_args import ServerArgs
 from .base_spec_worker import BaseSpecWorker
 from .cpp_ngram.ngram_corpus import make_corpus
-from .eagle_info import EagleVerifyInput
+from .eagle_info import EagleVerifyInput, EagleVerifyOutput
 from .verify_cuda_graphs import VerifyCudaGraphs
+
+TREE_FIELDS = 5  # arrays that describe the trees of a step; see NgramCorpus.match
 
 
 class NGRAMWorker(BaseSpecWorker):
@@ -64,20 +67,29 @@ class NGRAMWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         if batch.forward_mode.is_extend():
             return self.forward_extend(batch, on_publish)
-        bs = len(batch.reqs)
         verify_input = self.draft(batch)
         output = self.verify(batch, verify_input)
-        rows = verify_input.step.req_pool_indices
-        on_publish(rows, output.paths.kv_lens[:bs])
-        self.future_map.stash(rows, output.paths.verified_id[:bs])
+        on_publish()
         self._unread.append((self._ids_of(batch), output.result))
         return output.result
+
+    def accept(
+        self,
+        verify_input: EagleVerifyInput,
+        logits_output: LogitsProcessorOutput,
+        batch: ModelWorkerBatch | None,
+    ) -> EagleVerifyOutput:
+        """The last token is all that the next round needs of this one."""
+        output = super().accept(verify_input, logits_output, batch)
+        self.future_map.stash(verify_input.step.req_pool_indices, output.paths.verified_id)
+        return output
 
     def forward_extend(self, batch: ModelWorkerBatch, on_publish: OnPublish) -> GenerationBatchResult:
         """An ordinary prefill. It waits for nothing, and while it runs the corpus takes in its prompts."""
         forward_batch = ForwardBatch.init_new(batch, self.target_worker.model_runner)
         result = self.target_worker.forward_and_sample(batch, forward_batch)
-        on_publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        self.future_map.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        on_publish()
         self.future_map.stash(forward_batch.req_pool_indices, result.next_token_ids[:, 0])
         ids: list[int | None] = []
         for row, end, req in zip(batch.req_pool_indices.tolist(), batch.seq_lens, batch.reqs, strict=True):
@@ -117,10 +129,15 @@ class NGRAMWorker(BaseSpecWorker):
         size = self.graphs.padded_size(len(batch.reqs), batch.global_step)
         if size is not None:
             return self.round_graphs.draft(size, batch, trees)
-        rows, prompt_lens, *fields = upload(self.device, batch.req_pool_indices, batch.prompt_lens, *trees)
-        return self.plant(DecodeStep.resolve(self.future_map, rows, prompt_lens, batch.seq_lens_cpu), *fields)
+        return self.plant(upload(self.device, *batch.decode_inputs, *trees), batch.seq_lens_cpu)
 
-    def plant(
+    def plant(self, arrays: list[torch.Tensor], seq_lens_cpu: np.ndarray | None = None) -> EagleVerifyInput:
+        """The device's part of drafting: the inputs of a step, and behind them its trees."""
+        inputs, trees = arrays[:-TREE_FIELDS], arrays[-TREE_FIELDS:]
+        step = DecodeStep.resolve(self.future_map, self.req_to_token_pool, *inputs, seq_lens_cpu)
+        return self._verify_input(step, *trees)
+
+    def _verify_input(
         self,
         step: DecodeStep,
         tokens: torch.Tensor,
@@ -129,7 +146,7 @@ class NGRAMWorker(BaseSpecWorker):
         first_child: torch.Tensor,
         next_sibling: torch.Tensor,
     ) -> EagleVerifyInput:
-        """The device's part of drafting; NgramCorpus.match says what the fields are, [bs, n] each."""
+        """NgramCorpus.match says what the fields are, [bs, n] each."""
         return EagleVerifyInput(
             step,
             self.verify_slots(step),
@@ -145,25 +162,24 @@ class NGRAMWorker(BaseSpecWorker):
 class NgramCudaGraphs(VerifyCudaGraphs):
     def _input_buffer(self, size: int) -> PackedBuffer:
         n = self.worker.speculative_num_draft_tokens
-        buffer = PackedBuffer(self.worker.device, [(size,)] * 2 + [(size, n)] * 5)
-        buffer.send(np.zeros(size), np.zeros(size), *self._empty_trees(size))
+        buffer = PackedBuffer(self.worker.device, self._input_shapes(size) + [(size, n)] * TREE_FIELDS)
+        buffer.send(*buffer.no_rows()[:-TREE_FIELDS], *self._empty_trees(size))
         return buffer
 
     def _empty_trees(self, count: int) -> np.ndarray:
         """Trees in which nothing was found, for padding rows: [5, count, n]."""
         n = self.worker.speculative_num_draft_tokens
-        fields = np.zeros((5, count, n), dtype=np.int64)
+        fields = np.zeros((TREE_FIELDS, count, n), dtype=np.int64)
         fields[1], fields[3:] = np.left_shift(np.int64(1), np.arange(n)), -1
         return fields
 
     def _draft(self, buffer: PackedBuffer) -> EagleVerifyInput:
-        rows, prompt_lens, *fields = buffer.device
-        return self.worker.plant(DecodeStep.resolve(self.worker.future_map, rows, prompt_lens), *fields)
+        return self.worker.plant(buffer.device)
 
     def draft(self, size: int, batch: ModelWorkerBatch, trees: np.ndarray) -> EagleVerifyInput:
         bs = len(batch.reqs)
         if bs < size:
             trees = np.concatenate((trees, self._empty_trees(size - bs)), axis=1)
-        self.inputs[size].send(batch.req_pool_indices, batch.prompt_lens, *trees)
+        self.inputs[size].send(*batch.decode_inputs, *trees)
         self.seq_lens_cpu = batch.seq_lens_cpu
         return self._rows(self.graphs.replay(("draft", size)), bs)

@@ -16,7 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..layers.logits_processor import LogitsProcessorOutput
-from ..managers.schedule_batch import ModelWorkerBatch
+from ..managers.overlap_utils import DecodeStep
+from ..managers.schedule_batch import ModelWorkerBatch, most_new_slots
 from ..model_executor.cuda_graph_runner import CudaGraphRunner
 from ..model_executor.device_io import Readback
 from ..model_executor.forward_batch_info import ForwardMode
@@ -47,8 +48,13 @@ class VerifyCudaGraphs(ABC):
         self.graphs.capture(("verify", size), partial(self._verify, verify_input))
 
     def _input_buffer(self, size: int) -> PackedBuffer:
-        """What the host sends for a round: rows of the request table and prompt lengths."""
-        return PackedBuffer(self.worker.device, [(size,)] * 2)
+        """What the host sends for a round."""
+        return PackedBuffer(self.worker.device, self._input_shapes(size))
+
+    def _input_shapes(self, size: int) -> list[tuple[int, ...]]:
+        worker = self.worker
+        page_size = worker.server_args.page_size
+        return DecodeStep.input_shapes(size, most_new_slots(worker.alloc_len_per_decode(), page_size))
 
     # ---- what is recorded ----
 
@@ -57,7 +63,9 @@ class VerifyCudaGraphs(ABC):
         """The trees to verify, from what the host has sent and the future map."""
 
     def _verify(self, verify_input: EagleVerifyInput) -> EagleVerifyOutput:
-        return self.worker.accept(verify_input, self.worker.target_forward(verify_input, topk=1), None)
+        output = self.worker.accept(verify_input, self.worker.target_forward(verify_input, topk=1), None)
+        output.result.pack()
+        return output
 
     def _verify_logits(self, size: int, verify_input: EagleVerifyInput) -> LogitsProcessorOutput:
         output = self.worker.target_forward(verify_input, topk=None)
@@ -90,7 +98,7 @@ class VerifyCudaGraphs(ABC):
     def _with_read(self, size: int, static: EagleVerifyOutput) -> EagleVerifyOutput:
         """A result of this round's own, on its way to the host: the graph's will be the next round's."""
         result = dataclasses.replace(static.result).start_read(next(self.readbacks[size]))
-        return dataclasses.replace(static, result=result)
+        return EagleVerifyOutput(static.paths, static.hidden_states, result)
 
     def _plan_verify(self, size: int) -> None:
         n = self.worker.speculative_num_draft_tokens

@@ -6,30 +6,16 @@ import dataclasses
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from stages.part4_worker import Engine
 from tests.contract import models
 from tests.contract.harness import Zoo
-from tests.contract.probe import swapped
+from tests.contract.probe import Operations, swapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-class Operations(TorchDispatchMode):
-    """Operations that launch something: views and uninitialised memory do not."""
-
-    def __init__(self, seen: list[str]):
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view and "empty" not in str(func):
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def launches(engine, monkeypatch) -> list[str]:

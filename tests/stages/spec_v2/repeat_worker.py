@@ -25,16 +25,17 @@ class RepeatWorker(BaseSpecWorker):
         if batch.forward_mode.is_extend():
             forward_batch = ForwardBatch.init_new(batch, self.target_worker.model_runner)
             result = self.target_worker.forward_and_sample(batch, forward_batch)
-            on_publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
+            self.future_map.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
+            on_publish()
             self.future_map.stash(forward_batch.req_pool_indices, result.next_token_ids[:, 0])
             return result
-        arrays = upload(self.device, batch.req_pool_indices, batch.prompt_lens)
-        step = DecodeStep.resolve(self.future_map, *arrays, batch.seq_lens_cpu)
+        inputs = upload(self.device, *batch.decode_inputs)
+        step = DecodeStep.resolve(self.future_map, self.req_to_token_pool, *inputs, batch.seq_lens_cpu)
         verify_input = self.draft(step)
         greedy = batch.sampling_info.is_plain_greedy and not batch.return_logprob
         output = self.accept(verify_input, self.target_forward(verify_input, 1 if greedy else None), batch)
         output.result.start_read()
-        on_publish(step.req_pool_indices, output.paths.kv_lens)
+        on_publish()
         self.future_map.stash(step.req_pool_indices, output.paths.verified_id)
         return output.result
 

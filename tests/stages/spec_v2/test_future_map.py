@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from stages.spec_v2.kernels import load_kernels
 from stages.spec_v2.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from stages.spec_v2.managers.forward_stream import ThreadForwardStream
 from stages.spec_v2.managers.overlap_utils import DecodeStep, FutureMap
+from stages.spec_v2.mem_cache.memory_pool import ReqToTokenPool
 from tests.contract.harness import run, tree_id
 from tests.contract.probe import Probe, swapped
 
@@ -32,9 +34,17 @@ def futures():
 
 def test_a_step_reads_what_its_requests_left_whatever_their_order(futures):
     futures.add_draft_state("topk_index", (2,), torch.int64)
-    futures.next_publish()(index(3, 1), index(30, 10))
+    futures.publish(index(3, 1), index(30, 10))
     futures.stash(index(3, 1), index(33, 11), topk_index=index(5, 6, 7, 8).view(2, 2))
-    step = DecodeStep.resolve(futures, index(1, 3, 0), prompt_lens=index(4, 25, 0))
+    pool = ReqToTokenPool(4, 40, CPU, load_kernels("native"))
+    slots = index(71, 72, 73, 91, 92, 93, 1, 2, 3).view(3, 3)
+    step = DecodeStep.resolve(
+        futures, pool, index(1, 3, 0), index(4, 25, 0), index(12, 37, 0), slots, index(2, 3, 0)
+    )
+    entered = {(1, 12): 71, (1, 13): 72, (3, 37): 91, (3, 38): 92, (3, 39): 93}
+    assert {
+        tuple(place): int(pool.req_to_token[*place]) for place in pool.req_to_token.nonzero().tolist()
+    } == entered
     assert step.seq_lens.tolist() == [10, 30, 0]
     assert step.output_tokens.tolist() == [11, 33, 0]
     assert step.output_positions[:2].tolist() == [7, 6], "S = prompt + output − 1"
@@ -44,11 +54,12 @@ def test_a_step_reads_what_its_requests_left_whatever_their_order(futures):
 def test_lengths_are_waited_for_and_no_more_than_that(futures):
     """The host goes on at the end of the verification, with the draft extend still to come."""
     begin, end = threading.Event(), threading.Event()
-    publish = futures.next_publish()
+    on_publish = futures.next_publish()
 
     def step():
         begin.wait()
-        publish(index(2), index(17))
+        futures.publish(index(2), index(17))
+        on_publish()
         end.wait()
         futures.stash(index(2), index(5))
 
@@ -62,17 +73,21 @@ def test_lengths_are_waited_for_and_no_more_than_that(futures):
 
 def test_where_no_backend_plans_nothing_is_waited_for():
     futures = FutureMap(4, CPU, ThreadForwardStream(), needs_cpu_seq_lens=False)
-    futures.next_publish()
+    before = futures.publish_ready
+    futures.next_publish()()
+    assert futures.publish_ready is before, "no event is made that nobody waits for"
     assert futures.resolve_seq_lens_cpu(np.array([1])) is None
 
 
-def test_padding_rows_never_get_a_length(engines, zoo):
-    """They stash what they like into row 0, and stand at 0 in every step."""
-    engine = engines.get(tree=(3, 2, 8), cuda_graph_bs=[8])
+@pytest.mark.parametrize("tree", [None, (3, 2, 8)], ids=tree_id)
+def test_padding_rows_never_get_a_length_or_a_slot(engines, zoo, tree):
+    """They publish and stash what they like into row 0, and stand at 0 in every step."""
+    engine = engines.get(tree=tree, cuda_graph_bs=[8])
     run(engine, zoo.prompts((5, 9, 7), 12), {"max_new_tokens": 12})
     futures = engine.scheduler.future_map
     assert int(futures.new_seq_lens_buf[0]) == 0
-    assert int(futures.draft_state["topk_index"].max()) < zoo.ref().vocab
+    assert not engine.scheduler.req_to_token_pool.req_to_token[0].any()
+    assert all(int(state.max()) < zoo.ref().vocab for state in futures.draft_state.values())
 
 
 @pytest.mark.parametrize("tree", [None, (3, 1, 4), (3, 2, 8)], ids=tree_id)

@@ -16,6 +16,7 @@ from stages.spec_v2.managers.scheduler import Scheduler
 from stages.spec_v2.mem_cache.allocator import TokenToKVPoolAllocator
 from stages.spec_v2.mem_cache.memory_pool import ReqToTokenPool
 from stages.spec_v2.mem_cache.radix_cache import RadixCache
+from stages.spec_v2.model_executor.device_io import upload
 from stages.spec_v2.sampling.sampling_params import SamplingParams
 from stages.spec_v2.speculative.spec_info import SpeculativeAlgorithm
 from tests.contract import drafters
@@ -57,12 +58,17 @@ def test_the_numbers_of_the_fact_sheet():
 
 @pytest.mark.parametrize("page", [1, 4, 16])
 def test_a_reservation_is_whole_pages_and_is_on_the_device(page):
-    """After any run of accepted counts: pages held == pages reserved, every position has its own slot."""
+    """After any run of accepted counts: pages held == pages reserved, every position has its own slot.
+
+    The device's table has them when the step's job has entered what was sent with it.
+    """
     rng = random.Random(page)
     batch = batch_of(5, 16, 31, page=page, pool=1024)
     allocator, table = batch.token_to_kv_pool_allocator, batch.req_to_token_pool
     for _ in range(20):
         batch.prepare_for_decode(5)
+        rows, _, *new_slots = upload(batch.device, *batch.get_model_worker_batch().decode_inputs)
+        table.assign(rows, *new_slots)
         held = []
         for req in batch.reqs:
             assert req.kv_allocated_len % page == 0
