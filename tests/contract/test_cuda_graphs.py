@@ -197,7 +197,8 @@ def test_padding_rows_are_neutral(stage, engines, zoo, tree):
                 if starts_a_step(stage, key):
                     arrays = static_inputs(engine)[key[1]].host
                     looked.append((key[1], all(len(a) == key[1] and not a[bs:].any() for a in arrays)))
-                    assert all(a[:bs, ...].any() for a in arrays if a.size), "the real rows are there"
+                    # Behind the first two stands what a step may have nothing of, such as new slots.
+                    assert all(a[:bs, ...].any() for a in arrays[:2]), "the real rows are there"
 
             with replays(engine, look):
                 done = run(engine, prompts[:bs], {"max_new_tokens": 6, "ignore_eos": True})
@@ -573,8 +574,7 @@ def test_the_host_waits_for_the_verification_only(stage, engines, zoo, flags, mo
     assert len(rounds) >= 4
     for events in rounds:
         assert events == [*phases, "wait"]
-    uploads = 1 + stage.has("overlap")  # slots are reserved apart from the step that will use them
-    assert transfers[1] == transfers[2] == {"uploads": uploads, "downloads": 1}
+    assert transfers[1] == transfers[2] == {"uploads": 1, "downloads": 1}
 
 
 def told_forward(engine, events):

@@ -162,7 +162,7 @@ def bench(stage: str, scale: float) -> dict:
                 "requests": [8, 8], "tokens": [2048, 2048], "steps": [700, 700],
                 "rounds": [0, 0] if name == "plain" else [700, 700],
             }
-            for batch, second in ((1, 1.0 * factor), (64, 0.1 * factor))
+            for batch, second in ((1, 1.0 * factor), (8, 0.1 * factor))
         ]
         for name, factor in (("plain", 2.0 * scale), ("tree 3/4/8", 1.0 * scale))
     }  # fmt: skip
@@ -185,12 +185,11 @@ def measured(tmp_path: Path) -> Path:
 
 def test_the_evolution_has_two_bars_for_each_measured_stage(measured: Path) -> None:
     text = charts.evolution(measured)
-    assert (
-        text.count('class="bar plain"') == text.count('class="bar eagle"') == 4
-    )  # two stages, two batch sizes
-    assert text.count("not measured yet") == 6  # three stages, two batch sizes
-    # 2048 tokens in 1 s and in 2 s: the median and both ends.
-    assert "1,536 tree 3/4/8" in text
+    assert text.count('class="bar plain"') == text.count('class="bar eagle"') == 2
+    assert text.count('class="small" x="4"') == 3  # three stages are not measured yet
+    assert "| part4_worker | 7,680 (5,120–10,240)" in text  # and the same as a table
+    # 2048 tokens in 0.1 s and in 0.2 s: the median and both ends.
+    assert "15,360 tree 3/4/8" in text
     widths = [float(w) for w in re.findall(r'class="bar \w+" [^>]*width="([\d.]+)"', text)]
     assert max(widths) < 210  # the range reaches further than the median
     assert charts.evolution(measured / "nothing").startswith("not measured yet")

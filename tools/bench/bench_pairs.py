@@ -139,8 +139,8 @@ def _pairs(
 
 def summarise_pairs(pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Speeds of both sides, tokens per round, and the ratio with its interval."""
-    speeds = [[pair["tokens"][w] / pair["seconds"][w] for pair in pairs] for w in (0, 1)]
     runs = [[Run(**{k: v[w] for k, v in pair.items() if k != "first"}) for pair in pairs] for w in (0, 1)]
+    speeds = [[run.speed for run in found] for found in runs]
     ratios = [a / b for a, b in zip(*speeds, strict=True)]
     low, high = bootstrap(ratios)
     return {

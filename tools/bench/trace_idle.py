@@ -6,7 +6,7 @@ import itertools
 import statistics
 from typing import Any, NamedTuple
 
-WORK = ("prefill", "draft prefill", "forward", "draft", "verify", "draft extend")
+ON_DEVICE = ("prefill", "draft prefill", "forward", "draft", "verify", "draft extend")
 
 
 class Gap(NamedTuple):
@@ -21,7 +21,7 @@ def work_of(step: dict[str, Any]) -> list[tuple[float, float]]:
     spans = (
         phase["device_us"] or (phase["start_us"], phase["end_us"])
         for phase in step["phases"]
-        if phase["name"] in WORK
+        if phase["name"] in ON_DEVICE
     )
     return sorted((start, end) for start, end in spans)
 

@@ -25,10 +25,8 @@ from .measure import Around, Spots, draft_worker, processes_later, steps_of, syn
 from .stages_door import BadInput, generate
 from .trace_cache import cache_nodes
 from .trace_format import FORMAT, VERSION, Trace
-from .trace_idle import idle_summary
+from .trace_idle import ON_DEVICE, idle_summary
 from .trace_trees import Growth, candidates_of, parents_of
-
-ON_DEVICE = ("prefill", "draft prefill", "forward", "draft", "verify", "draft extend")
 
 
 def trace_phases(engine: Any) -> Spots:

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..bench.bench_report import NOT_YET, set_table, speed_table
+from ..bench.bench_report import NOT_YET, evolution_table, set_table, speed_table
 from ..bench.bench_results import load, result_path
 from ..bench.bench_summary import best_per_batch, summarise
 from ..bench.configurations import PLAIN
@@ -21,7 +21,7 @@ from .stages import ORDER, title_of
 
 BACKENDS = ("triton", "flashinfer")
 SETS = ("questions", "held-out")
-BATCHES = (1, 64)
+EVOLUTION_BATCH = 8  # at which every stage is measured
 KEYS = {"id", "title", "invariant", "hypothesis", "loses", "misleads", "measured"}
 # Field of a row of a result file → how it is shown: factor, digits, unit.
 FIELDS = {
@@ -63,15 +63,16 @@ def results(folder: Path, stage: str, backend: str = "triton") -> Data | None:
 
 
 def evolution(folder: Path) -> str:
-    """Tokens per second of every stage, plain and with its best drafts, as bars with their extremes."""
+    """Tokens per second of every stage, plain and with its best drafts: bars with their extremes, a table."""
     if not any(results(folder, stage) for stage in ORDER):
         return f"{NOT_YET}: `fledge bench STAGE` on a machine with a GPU writes what this chart shows.\n"
-    charts = [bars(folder, batch) for batch in BATCHES]
     note = (
         "Median tokens per second on the eight questions; the thin line runs from the slowest run to the "
-        "fastest. Each batch size has its own scale. From <code>docs/data/bench/STAGE-triton.json</code>."
+        "fastest. From <code>docs/data/bench/STAGE-triton.json</code>."
     )
-    return f'<figure class="drawing">\n{"".join(charts)}<figcaption>{note}</figcaption></figure>\n'
+    chart = bars(folder, EVOLUTION_BATCH)
+    figure = f'<figure class="drawing">\n{chart}<figcaption>{note}</figcaption></figure>\n'
+    return f"{figure}\n{evolution_table(folder, source, 'triton', EVOLUTION_BATCH)}\n"
 
 
 def bars(folder: Path, batch: int) -> str:

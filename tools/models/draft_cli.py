@@ -6,7 +6,19 @@ from typing import Annotated
 import typer
 
 from .cache import find_model, models_root
-from .head_cli import Device, Target, device_of, sentences_of_heads
+from .head_cli import (
+    Conversations,
+    Device,
+    LearningRate,
+    Minutes,
+    Slots,
+    Steps,
+    Target,
+    TokensPerBatch,
+    Writer,
+    device_of,
+    sentences_of_heads,
+)
 
 
 def distill_draft(
@@ -24,19 +36,15 @@ def distill_draft(
             exists=True, file_okay=False, help="Text that train-head wrote; not given: it is written."
         ),
     ] = None,
-    conversations: Annotated[int, typer.Option(min=1, help="How many to write.")] = 256,
+    conversations: Conversations = 256,
     held_out: Annotated[int, typer.Option(min=1, help="How many more are kept to measure on.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Limit of an answer.")] = 192,
-    stage: Annotated[
-        str, typer.Option(help="Whose engine writes: a name under stages/ or a path.")
-    ] = "part4_worker",
-    slots: Annotated[int, typer.Option(min=1, help="Conversations written side by side.")] = 64,
-    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.")] = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0, help="Stop after so many minutes of training.")
-    ] = None,
-    tokens_per_batch: Annotated[int, typer.Option(min=64, help="Padding included.")] = 4096,
-    learning_rate: Annotated[float, typer.Option(min=0, help="Its highest value.")] = 3e-4,
+    stage: Writer = "part4_worker",
+    slots: Slots = 64,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    tokens_per_batch: TokensPerBatch = 4096,
+    learning_rate: LearningRate = 3e-4,
     fit_tokens: Annotated[int, typer.Option(min=1, help="Positions that the start is fitted on.")] = 65536,
     seed: int = 0,
     device: Device = "auto",

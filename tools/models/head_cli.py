@@ -11,6 +11,14 @@ from .cache import ModelError, find_model, write_json
 
 Target = Annotated[str, typer.Argument(help="A model in the cache, or a folder.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+# What a command has that writes text with an engine and then trains on it.
+Conversations = Annotated[int, typer.Option(min=1, help="How many to write.")]
+Writer = Annotated[str, typer.Option(help="Whose engine writes: a name under stages/ or a path.")]
+Slots = Annotated[int, typer.Option(min=1, help="Conversations written side by side.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.")]
+Minutes = Annotated[float | None, typer.Option(min=0, help="Stop after so many minutes of training.")]
+TokensPerBatch = Annotated[int, typer.Option(min=64, help="Padding included.")]
+LearningRate = Annotated[float, typer.Option(min=0, help="Its highest value.")]
 
 
 def sentences_of_heads() -> AbstractContextManager[None]:
@@ -41,26 +49,22 @@ def train_head(
     ] = None,
     text_only: Annotated[bool, typer.Option("--text-only", help="Stop when the text is written.")] = False,
     train_only: Annotated[bool, typer.Option("--train-only", help="Take the text as it is.")] = False,
-    conversations: Annotated[int, typer.Option(min=1, help="How many to write.")] = 16384,
+    conversations: Conversations = 16384,
     held_out: Annotated[int, typer.Option(min=1, help="How many more are kept for eval-head.")] = 512,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Limit of most answers.")] = 512,
     max_length: Annotated[int, typer.Option(min=128, help="Longest sequence, prompt included.")] = 2048,
-    stage: Annotated[
-        str, typer.Option(help="Whose engine writes: a name under stages/ or a path.")
-    ] = "part4_worker",
-    slots: Annotated[int, typer.Option(min=1, help="Conversations written side by side.")] = 64,
-    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.")] = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0, help="Stop after so many minutes of training.")
-    ] = None,
+    stage: Writer = "part4_worker",
+    slots: Slots = 64,
+    steps: Steps = None,
+    minutes: Minutes = None,
     algorithm: Annotated[str, typer.Option(help="EAGLE or EAGLE3.")] = "EAGLE",
     draft_vocab_size: Annotated[
         int, typer.Option(min=16, help="Tokens an EAGLE3 head proposes: the text's most frequent.")
     ] = 8192,
     passes: Annotated[int, typer.Option(min=1, help="Draft steps unrolled in training.")] = 4,
-    tokens_per_batch: Annotated[int, typer.Option(min=64, help="Padding included.")] = 32768,
+    tokens_per_batch: TokensPerBatch = 32768,
     intermediate_size: Annotated[int | None, typer.Option(min=1, help="The target's if not given.")] = None,
-    learning_rate: Annotated[float, typer.Option(min=0, help="Its highest value.")] = 1e-3,
+    learning_rate: LearningRate = 1e-3,
     seed: int = 0,
     device: Device = "auto",
 ) -> None:

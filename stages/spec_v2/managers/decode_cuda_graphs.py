@@ -46,13 +46,13 @@ class DecodeCudaGraphs:
     # ---- what is recorded ----
 
     def _decode_greedily(self, buffer: PackedBuffer) -> GenerationBatchResult:
-        step = self.worker.begin(buffer.device)
+        step = self.worker.begin(*buffer.device)
         output = self.worker.decode_forward(step, topk=1)
         self.worker.future_map.stash(step.req_pool_indices, output.topk_index[:, 0])
         return GenerationBatchResult(output.topk_index, output.topk_p[:, 0]).pack()
 
     def _decode_logits(self, buffer: PackedBuffer) -> tuple[DecodeStep, LogitsProcessorOutput]:
-        step = self.worker.begin(buffer.device)
+        step = self.worker.begin(*buffer.device)
         output = self.worker.decode_forward(step, topk=None)
         size = len(step.seq_lens)
         output.next_token_logits = self.graphs.shared("next_token_logits", size, output.next_token_logits)

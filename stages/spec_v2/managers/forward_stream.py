@@ -49,7 +49,7 @@ class ForwardStream:
         return Event()
 
     def wait_for_reads(self) -> None:
-        """The write-after-read barrier: what the scheduler writes from now on, no job so far reads."""
+        """The write-after-read barrier: what the scheduler writes from now on, no job so far touches."""
 
     def synchronize(self) -> None:
         """Wait until everything is done. What jobs raised, their `result()` told; here it is forgotten."""

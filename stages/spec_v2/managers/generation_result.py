@@ -30,7 +30,7 @@ class GenerationBatchResult:
     hidden_states: torch.Tensor | np.ndarray | None = None  # [bs · width, hidden] float32
     input_logprobs: LogprobRows | None = None  # rows as in ModelWorkerBatch.input_logprobs
     num_draft_tokens: int = 0  # nodes of each request's tree, root included; 0 where nothing was drafted
-    packed: Packed | None = field(default=None, repr=False)
+    packed: Packed | None = field(default=None, repr=False)  # all of the above on the device, once `pack` ran
     readback: Readback | None = field(default=None, repr=False)
     tokens: list[list[int]] = field(default_factory=list)  # on the host: each request's tokens
     _on_host: GenerationBatchResult | None = field(default=None, init=False, repr=False)
@@ -42,7 +42,7 @@ class GenerationBatchResult:
     def start_read(self, readback: Readback | None = None) -> GenerationBatchResult:
         """Send everything on its way to the host; whatever is launched from now on need not be waited for."""
         self.readback = readback or Readback()
-        self.readback.copy_packed(self.packed or self.pack().packed)
+        self.readback.copy(self.packed or self.pack().packed)
         return self
 
     def pack(self) -> GenerationBatchResult:

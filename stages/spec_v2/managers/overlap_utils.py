@@ -114,7 +114,8 @@ class DecodeStep:
     @staticmethod
     def input_shapes(bs: int, new_slots: int) -> list[tuple[int, ...]]:
         """Of ModelWorkerBatch.decode_inputs: what `resolve` takes from the host."""
-        return [(bs,)] * 2 + [(bs,), (bs, new_slots), (bs,)]
+        each = (bs,)
+        return [each, each, each, (bs, new_slots), each]
 
     @classmethod
     def resolve(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 
 from ..configs.model_config import ModelConfig
@@ -22,8 +21,6 @@ from .decode_cuda_graphs import DecodeCudaGraphs
 from .generation_result import GenerationBatchResult
 from .overlap_utils import DecodeStep, FutureMap, OnPublish
 from .schedule_batch import ModelWorkerBatch
-
-_ALONE = GlobalStep()
 
 
 class TpModelWorker:
@@ -90,22 +87,16 @@ class TpModelWorker:
         size = self.graphs.padded_size(len(batch.req_pool_indices), batch.global_step)
         if size is not None:
             return self.decode_graphs.run(size, batch, on_publish)
-        step = self.begin(upload(self.device, *batch.decode_inputs), batch.seq_lens_cpu, batch.global_step)
+        step = self.begin(*upload(self.device, *batch.decode_inputs), batch.seq_lens_cpu, batch.global_step)
         on_publish()
         output = self.decode_forward(step, topk=None if batch.needs_logits else 1)
         result = self.sample(batch, output, step.output_positions)
         self.future_map.stash(step.req_pool_indices, result.next_token_ids[:, 0])
         return result
 
-    def begin(
-        self,
-        inputs: Sequence[torch.Tensor],
-        seq_lens_cpu: np.ndarray | None = None,
-        global_step: GlobalStep = _ALONE,
-    ) -> DecodeStep:
-        """Start a plain decode step, whose lengths are known before it has run."""
-        pool = self.model_runner.req_to_token_pool
-        step = DecodeStep.resolve(self.future_map, pool, *inputs, seq_lens_cpu, global_step)
+    def begin(self, *inputs: Any) -> DecodeStep:
+        """Start a plain decode step, whose lengths are known before it has run; see DecodeStep.resolve."""
+        step = DecodeStep.resolve(self.future_map, self.model_runner.req_to_token_pool, *inputs)
         self.future_map.publish(step.req_pool_indices, step.seq_lens + 1)
         return step
 

@@ -57,12 +57,8 @@ class Readback:
         self._arrays: list[np.ndarray] = []  # what `_host` holds
         self._event: torch.cuda.Event | None = None  # None on a CPU, where a copy is done at once
 
-    def copy(self, *tensors: torch.Tensor) -> None:
+    def copy(self, packed: Packed) -> None:
         """bfloat16 has no numpy counterpart: convert to float32 before."""
-        self.copy_packed(pack(*tensors))
-
-    def copy_packed(self, packed: Packed) -> None:
-        """The same for tensors that a graph has packed."""
         memory, like = packed
         if like != self._like:
             self._make_room(memory, like)
@@ -141,5 +137,5 @@ def _stretch(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, list[_Par
 def download(*tensors: torch.Tensor) -> list[np.ndarray]:
     """Read tensors back in one blocking copy."""
     readback = Readback()
-    readback.copy(*tensors)
+    readback.copy(pack(*tensors))
     return readback.wait()

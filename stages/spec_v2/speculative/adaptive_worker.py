@@ -41,9 +41,8 @@ class AdaptiveEAGLEWorker(EAGLEWorkerV2):
         """Record the rounds of every candidate, each in the sizes in which it can be chosen."""
         self.params.cuda_graph_bs = graphs.sizes
         super().init_cuda_graphs(graphs)
-        fewer = self.params.candidate_steps[
-            -2::-1
-        ]  # the most first, since graphs share their largest buffers
+        # The most first, since graphs share their largest buffers.
+        fewer = self.params.candidate_steps[-2::-1]
         self.by_steps = {self.speculative_num_steps: self} | {steps: self._with(steps) for steps in fewer}
         self.active = self.by_steps[self.params.initial_steps]
 

@@ -24,7 +24,7 @@ class Lag:
         self.stream = self.scheduler.forward_stream
         self.share, self.rng = share, random.Random(seed)
         self.holds = 0
-        self._waits = 0
+        self._waits, self._over = 0, False
         self._changed = threading.Condition()
 
     def hold(self) -> None:
@@ -32,7 +32,13 @@ class Lag:
         if self.rng.random() < self.share:
             with self._changed:
                 self.holds += 1
-                self._changed.wait_for(lambda: self._waits > 0)
+                self._changed.wait_for(lambda: self._waits > 0 or self._over)
+
+    def let_go(self) -> None:
+        """Nobody is held any more, whatever broke off and whoever forgets to wait."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
 
     def waiting(self, real):
         """`real` as a call in which the caller waits for a job."""
@@ -85,6 +91,7 @@ class Lag:
             stack.enter_context(swapped(futures, "stash", before(futures.stash)))
             for runner in self.scheduler.model_runners:
                 stack.enter_context(swapped(runner, "forward", before(runner.forward)))
+            stack.callback(self.let_go)
             yield self
             self.stream.synchronize()  # while somebody who waits is still noticed
 
