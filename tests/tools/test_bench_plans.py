@@ -162,7 +162,8 @@ def test_an_engine_has_room_for_the_largest_batch_and_caches_nothing(tiny_flags)
 
 def test_the_command_is_kept_without_its_file() -> None:
     assert command_line(["bench", "--out", "/a/b.json", "--tune"]) == "fledge bench --tune"
-    assert command_line(["bench", "--batch", "1"]) == "fledge bench --batch 1"
+    words = ["bench", "--batch", "1", "--against", "a --config b"]
+    assert command_line(words) == "fledge bench --batch 1 --against 'a --config b'"
 
 
 def test_defaults_follow_the_flags(tiny_flags) -> None:

@@ -6,6 +6,7 @@ HOW says what a reader of the numbers must know; it stands in every result file.
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -132,7 +133,7 @@ class Asked:
 def command_line(words: Sequence[str]) -> str:
     """The command as it can be repeated elsewhere: where its file went is nobody's business."""
     at = words.index("--out") if "--out" in words else len(words)
-    return " ".join(["fledge", *words[:at], *words[at + 2 :]])
+    return shlex.join(["fledge", *words[:at], *words[at + 2 :]])
 
 
 def engine_plans(asked: Asked, results: Results, config: Sequence[str]) -> list[Plan]:
