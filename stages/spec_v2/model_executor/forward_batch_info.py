@@ -83,7 +83,8 @@ class ForwardBatch:
     attn_metadata: Any = field(default=None, repr=False)  # planned once per forward by the backend
     hidden_states: torch.Tensor | None = None  # what the forward captured, once it has run
     output_positions: torch.Tensor | None = None  # [bs] index of the output token that is sampled from this
-    known_next_tokens: torch.Tensor | None = None  # [bs] that token where it need not be sampled, else −1
+    # [bs, any] that token where it need not be sampled, and those behind it; −1 where they are not known
+    known_next_tokens: torch.Tensor | None = None
     # Rows that every rank of DP attention brings to this forward's gathers; None: as many as this one.
     dp_rows: int | None = None
 

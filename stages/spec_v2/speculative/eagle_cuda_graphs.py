@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 class EagleCudaGraphs(VerifyCudaGraphs):
     def __init__(self, worker: EAGLEWorkerV2, graphs: CudaGraphRunner):
         super().__init__(worker, graphs)
-        most, topk = max(graphs.sizes, default=0), worker.draft_worker.topk
-        self.draft_runner = worker.draft_worker.model_runner
-        self.draft_runner.attn_backend.init_cuda_graph_state(most, max(topk, worker.max_path + 1))
+        most, draft_worker = max(graphs.sizes, default=0), worker.draft_worker
+        self.draft_runner = draft_worker.model_runner
+        widest = max(draft_worker.topk, draft_worker.draft_extend_width())
+        self.draft_runner.attn_backend.init_cuda_graph_state(most, widest)
 
     def _capture(self, size: int) -> None:
         super()._capture(size)
@@ -59,9 +60,10 @@ class EagleCudaGraphs(VerifyCudaGraphs):
         return self.graphs.replay(self._key("draft", size))
 
     def draft_extend(self, size: int) -> None:
-        width = self.worker.max_path + 1
-        entries = width + self.worker.draft_worker.kv_ahead
-        self._plan(self.draft_runner, ForwardMode.DRAFT_EXTEND, size, width, entries)
+        draft_worker = self.worker.draft_worker
+        width, front = draft_worker.draft_extend_width(), draft_worker.num_front_tokens
+        entries = width + draft_worker.kv_ahead
+        self._plan(self.draft_runner, ForwardMode.DRAFT_EXTEND, size, width, entries, front)
         self.graphs.replay(self._key("draft_extend", size))
 
     def idle(self, size: int) -> GenerationBatchResult:
