@@ -126,7 +126,7 @@ class ModelConfig:
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
             eos_token_ids=frozenset(t for t in eos if t < raw["vocab_size"]),
             torch_dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32"),
-            fc_bias=raw["bias"] if "bias" in raw else _has_tensor(path, "fc.bias"),
+            fc_bias=raw["bias"] if "bias" in raw else _has_tensor(path, "fc.bias", "mtp.0.fc.bias"),
             draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
             aux_layer_ids=tuple(ids) if (ids := _aux_layer_ids(raw)) is not None else None,
             num_nextn_predict_layers=raw.get("num_nextn_predict_layers") or 1,
@@ -231,9 +231,10 @@ def open_weights(file: Path, device: Any = "cpu") -> Any:
         raise ValueError(f"{file} is damaged ({error}): fetch or convert it again") from error
 
 
-def _has_tensor(path: Path, name: str) -> bool:
+def _has_tensor(path: Path, *names: str) -> bool:
+    """Whether a file of the folder has one of `names`."""
     for file in path.glob("*.safetensors"):
         with open_weights(file) as weights:
-            if name in weights.keys():  # noqa: SIM118 - a safetensors handle is not a dict
+            if not set(names).isdisjoint(weights.keys()):
                 return True
     return False
