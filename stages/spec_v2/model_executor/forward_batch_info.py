@@ -164,6 +164,12 @@ class ForwardBatch:
             return self.hidden_states[self.last_rows]
         return self.hidden_states
 
+    def rotate_input_ids(self, next_token_ids: torch.Tensor) -> torch.Tensor:
+        """The token after each row's, [rows]; after the last row of request i it is next_token_ids[i]."""
+        rotated = self.input_ids.roll(-1)
+        rotated[self.last_rows] = next_token_ids
+        return rotated
+
     def for_runner(self, model_runner: ModelRunner, **changes: Any) -> ForwardBatch:
         """The same rows and slots, run by another model: how the draft follows the target."""
         return replace(self, attn_backend=model_runner.attn_backend, attn_metadata=None, **changes)

@@ -117,11 +117,10 @@ class EagleDraftWorker(TpModelWorker):
         output_positions: torch.Tensor | None = None,
     ) -> EagleDraftInput:
         """The draft over the same rows, each paired with the token after it: token p + 1 with hidden p."""
-        # The last of them is sampled, or known where a prompt goes on.
-        shifted = rotate_input_ids(forward_batch.input_ids, forward_batch.last_rows, next_token_ids)
         draft_batch = forward_batch.for_runner(
             self.model_runner,
-            input_ids=shifted,
+            # The last of them is sampled, or known where a prompt goes on.
+            input_ids=forward_batch.rotate_input_ids(next_token_ids),
             spec_info=EagleDraftInput(forward_batch.hidden_states),
             capture_hidden_mode=CaptureHiddenMode.LAST,
             topk=self.topk,
@@ -263,15 +262,6 @@ class EagleDraftWorker(TpModelWorker):
         runner = self.model_runner
         hidden = torch.zeros(1, self.model_config.hidden_size, dtype=runner.dtype, device=self.device)
         runner.forward_idle(dp_rows, EagleDraftInput(hidden))
-
-
-def rotate_input_ids(
-    input_ids: torch.Tensor, last_rows: torch.Tensor, next_token_ids: torch.Tensor
-) -> torch.Tensor:
-    """The token after each of `input_ids` [rows]; in row last_rows[i] it is next_token_ids[i], [bs] each."""
-    rotated = input_ids.roll(-1)
-    rotated[last_rows] = next_token_ids
-    return rotated
 
 
 class EAGLEWorkerV2(BaseSpecWorker):

@@ -29,7 +29,7 @@ from .base_spec_worker import BaseSpecWorker
 from .draft_sampler import DraftSampler
 from .eagle_cuda_graphs import EagleCudaGraphs
 from .eagle_info import EagleDraftInput, EagleVerifyOutput
-from .eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2, rotate_input_ids
+from .eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2
 
 
 class MultiLayerEagleDraftWorker(EagleDraftWorker):
@@ -62,7 +62,7 @@ class MultiLayerEagleDraftWorker(EagleDraftWorker):
         self, forward_batch: ForwardBatch, sampler: DraftSampler | None, output_positions: torch.Tensor | None
     ) -> tuple[LogitsProcessorOutput, torch.Tensor | None]:
         """Every module's proposals side by side, [bs, k], and their laws [bs, k, V]."""
-        known, last_rows = forward_batch.known_next_tokens, forward_batch.last_rows
+        known = forward_batch.known_next_tokens
         forward_batch = replace(forward_batch, capture_hidden_mode=CaptureHiddenMode.FULL)
         outputs, laws = [], []
         for module in range(self.speculative_num_steps):
@@ -72,7 +72,7 @@ class MultiLayerEagleDraftWorker(EagleDraftWorker):
                     tokens = torch.where(known[:, module] < 0, tokens, known[:, module])
                 forward_batch = replace(
                     forward_batch,
-                    input_ids=rotate_input_ids(forward_batch.input_ids, last_rows, tokens),
+                    input_ids=forward_batch.rotate_input_ids(tokens),
                     spec_info=EagleDraftInput(outputs[-1].hidden_states, module=module),
                 )
             at = None if output_positions is None else output_positions + module
@@ -93,7 +93,7 @@ class MultiLayerEagleDraftWorker(EagleDraftWorker):
         last, hidden_states = forward_batch.last_rows, forward_batch.hidden_states
         # What a short prompt does not have is somebody else's, and will not be looked at.
         rows = (last.unsqueeze(1) - self._column[: self.num_front_tokens].flip(0)).clamp(min=0)
-        tokens = rotate_input_ids(forward_batch.input_ids, last, next_token_ids)
+        tokens = forward_batch.rotate_input_ids(next_token_ids)
         return replace(draft_input, front_tokens=tokens[rows], front_hidden=hidden_states[rows])
 
     def draft_extend_forward(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from stages.spec_v2.model_executor.forward_batch_info import ForwardBatch
 from stages.spec_v2.speculative.build_eagle_tree import chain_links
-from stages.spec_v2.speculative.eagle_worker_v2 import rotate_input_ids
 from tests.contract import models
 from tests.contract.harness import run
 from tests.contract.probe import Probe
@@ -26,7 +27,8 @@ STORM = replace(models.BASE, name="base-multi_layer", modules=3)  # the same tar
 def test_a_rotation_stays_inside_each_request():
     """Spelled out row by row: requests of 3, 1 and 2 rows, the last with a row behind its end."""
     ids, last = torch.tensor([10, 11, 12, 20, 30, 31, 0]), torch.tensor([2, 3, 5])
-    rotated = rotate_input_ids(ids, last, torch.tensor([13, 21, 32])).tolist()
+    batch = SimpleNamespace(input_ids=ids, last_rows=last)
+    rotated = ForwardBatch.rotate_input_ids(batch, torch.tensor([13, 21, 32])).tolist()
     assert rotated[:6] == [11, 12, 13, 21, 31, 32]
     assert ids.tolist() == [10, 11, 12, 20, 30, 31, 0], "the next module rotates what this one was given"
 
