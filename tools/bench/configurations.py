@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .stages_door import TREE_FLAGS, BadInput, Stage, merge_flags, plain_flags, shape_name
+from .stages_door import TREE_FLAGS, BadInput, Stage, merge_flags, plain_flags, shape_name, shapes_itself
 
 Shape = tuple[int, int, int]  # steps, topk, draft tokens
 
@@ -83,7 +83,7 @@ def contenders(stage: Stage, given: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [plain_flags(flags)]
     if flags.get("speculative_algorithm") is None:
         return rows
-    if flags["speculative_algorithm"].upper() == "NGRAM" or any(name in given for name in TREE_FLAGS):
+    if flags["speculative_algorithm"].upper() == "NGRAM" or shapes_itself(given):
         return [*rows, flags]
     shapes = [CHAIN, TREE] if stage.has("tree") else [CHAIN]
     return rows + [flags | _tree_flags(shape) for shape in shapes]
