@@ -10,7 +10,7 @@ import torch
 from tests.contract import models
 from tests.contract.harness import run
 from tests.contract.probe import Probe
-from tests.contract.test_refusals import DP, EAGLE, refused
+from tests.contract.test_refusals import EAGLE, refused
 from tests.contract.test_sampling_law import big, check_law, draw
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -113,7 +113,6 @@ def test_penalties_hold(stage, engines, zoo):
         ({"speculative_eagle_topk": 2, "speculative_num_steps": 2}, "speculative_eagle_topk=2.*set it to 1"),
         ({"speculative_accept_threshold_single": 0.5}, "speculative_accept_threshold_single=0.5"),
         ({"speculative_accept_threshold_acc": 0.5}, "speculative_accept_threshold_acc=0.5"),
-        (DP, "ranks agree on graphs.*upstream does not refuse it"),
     ],
     ids=lambda value: "",
 )

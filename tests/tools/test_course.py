@@ -66,12 +66,6 @@ HARM = [
     ("docs/data/exercises.toml", r"(?s)\[\[exercise\]\]\nid = \"s.*", "", "exercises, not 12"),
     ("docs/data/exercises.toml", r'mutant = "idle_rank\w*"', 'mutant = "gone"', "there is no mutant 'gone'"),
     (
-        "docs/data/exercises.toml",
-        r"\Z",
-        '\n[[later]]\ntitle = "Soon"\narrives = "part1_draft_model"\n',
-        "which is there: make it",
-    ),
-    (
         "tests/mutants/idle_rank_decides_for_itself.patch",
         r"test_graph_or_eager\w*",
         "test_gone",

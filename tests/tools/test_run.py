@@ -15,7 +15,7 @@ from tools.bench import engine_flags
 from tools.bench.measure import measure, model_forwards, step_phases
 from tools.bench.run import Painter, Round, accept_counts, rounds_of
 from tools.bench.stages_door import (
-    DRAFT,
+    DRAFTS,
     HEAD,
     STAGES,
     TARGET,
@@ -235,7 +235,9 @@ def test_defaults_come_from_the_stage_and_give_way_as_a_whole() -> None:
     assert merge_flags(stage, looked_up) == {"model_path": TARGET} | looked_up
     # The default shape with a draft of another kind; one for another target is nobody's default.
     alone = {"speculative_algorithm": "STANDALONE"}
-    assert merge_flags(stage, alone) == defaults | alone | {"speculative_draft_model_path": DRAFT}
+    assert merge_flags(stage, alone) == defaults | alone | {
+        "speculative_draft_model_path": DRAFTS["standalone"]
+    }
     assert merge_flags(stage, alone | {"model_path": "other"}) == alone | {"model_path": "other"}
     mine = alone | {"speculative_draft_model_path": "mine"}
     assert merge_flags(stage, mine) == defaults | mine

@@ -8,8 +8,9 @@ from typing import Any
 def cache_nodes(tree_cache: Any) -> list[dict[str, Any]]:
     """The edges of a radix tree, parents first, each with the position of its parent in this list (-1: root).
 
-    `tokens` are those of its positions. Under EAGLE a key is a pair, or more tokens: `next` is the
-    token behind the last one, which the key fixes too; else it is None. `users` counts requests that protect the edge from eviction.
+    `tokens` are those of its positions. Under EAGLE a key is a pair, or more tokens: `next` is the token
+    behind the last one, which the key fixes too; else it is None. `users` counts requests that protect the
+    edge from eviction.
     """
     is_pairs = getattr(tree_cache, "is_eagle", False)  # before the scheduler speculates there are none
     found: list[dict[str, Any]] = []

@@ -91,11 +91,6 @@ def _check_rejection_sampling(algorithm: str | None, values: dict[str, Any]) -> 
                 f"{flag} is exact and knows no thresholds, upstream's neither, and {name}={values[name]} is "
                 "one; leave one of them out."
             )
-    if values["enable_dp_attention"]:
-        raise ValueError(
-            f"{flag} does not run under enable_dp_attention here, for ranks agree on graphs and such rounds "
-            "run without; upstream does not refuse it; leave one of them out."
-        )
 
 
 def _check_adaptive(algorithm: str | None, values: dict[str, Any]) -> None:

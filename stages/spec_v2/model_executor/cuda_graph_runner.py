@@ -117,7 +117,7 @@ class CudaGraphRunner:
         self._graphs[key] = _Recorded(graph, function, result, forwards, collectives)
         return result
 
-    def shared(self, name: str, size: int, tensor: torch.Tensor) -> torch.Tensor:
+    def shared(self, name: Hashable, size: int, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a graph's large result in memory that the graphs of all sizes share.
 
         `tensor` has some rows for each of `size` requests. Whoever reads the copy does so before the next
@@ -151,8 +151,7 @@ class CudaGraphRunner:
     def replay(self, key: Hashable) -> Any:
         recorded = self._graphs[key]
         if recorded.graph is None:
-            for old, new in zip(_tensors(recorded.result), _tensors(recorded.function()), strict=True):
-                old.copy_(new)
+            self.write(key, recorded.function())
         else:
             if recorded.collectives:
                 self.dp_group.record(recorded.collectives)
@@ -164,6 +163,12 @@ class CudaGraphRunner:
     def result(self, key: Hashable) -> Any:
         """What the graph writes to."""
         return self._graphs[key].result
+
+    def write(self, key: Hashable, value: Any) -> Any:
+        """Put `value` where the graph would have written its result, and return that."""
+        for old, new in zip(_tensors(self.result(key)), _tensors(value), strict=True):
+            old.copy_(new)
+        return self.result(key)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -16,6 +16,24 @@ import torch
 from ..layers.logits_processor import LogitsProcessorOutput
 from ..layers.sampler import target_probs
 from ..sampling.sampling_batch_info import SamplingBatchInfo
+from ..sampling.sampling_params import SamplingParams
+
+
+class StaticSamplingInfo(SamplingBatchInfo):
+    """Parameters of `size` requests that stay where they are on the device, for CUDA graphs that draw.
+
+    The requests may ask for anything but penalties, which drafts know nothing of.
+    """
+
+    def __init__(self, size: int, vocab_size: int, device: torch.device):
+        super().__init__(vocab_size, device, [SamplingParams(temperature=0)] * size, [0] * size)
+        self.is_all_greedy, self.is_any_greedy = False, True
+        self.need_top_k = self.need_top_p = self.need_min_p = True
+
+    def copy_(self, other: SamplingBatchInfo) -> None:
+        """Take over the parameters of `other`; requests that it lacks keep theirs."""
+        for mine, rows in zip(self._uploaded(), other._uploaded(), strict=True):
+            mine[:, : len(other)].copy_(rows)
 
 
 @dataclass

@@ -132,14 +132,15 @@ class EagleVerifyInput:
     def rows(self, bs: int) -> EagleVerifyInput:
         """Views of the first `bs` requests."""
         n = self.draft_token.shape[1]
-        per_request = (self.retrieve_index, self.retrieve_next_token, self.retrieve_next_sibling)
+        links = (self.retrieve_index, self.retrieve_next_token, self.retrieve_next_sibling)
         return EagleVerifyInput(
             self.step.rows(bs),
             self.verify_slots[:bs],
             self.draft_token[:bs],
             self.tree_mask[:bs],
             self.positions[: bs * n],
-            *(t[:bs] for t in per_request),
+            *(t[:bs] for t in links),
+            None if self.draft_probs is None else self.draft_probs[:bs],
         )
 
     def paths(self) -> tuple[torch.Tensor, torch.Tensor]:

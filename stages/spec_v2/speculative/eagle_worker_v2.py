@@ -28,6 +28,7 @@ from ..model_executor.cuda_graph_runner import CudaGraphRunner
 from ..model_executor.device_io import upload
 from ..model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from ..model_executor.model_runner import ModelRunner
+from ..sampling.sampling_batch_info import SamplingBatchInfo
 from ..server_args import ServerArgs
 from .base_spec_worker import BaseSpecWorker
 from .build_eagle_tree import DraftTree, chain_links, column_bits
@@ -320,7 +321,7 @@ class EAGLEWorkerV2(BaseSpecWorker):
         self.future_map.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
         on_publish()
         draws = ()
-        if (sampler := self.sampler(batch)) is not None:
+        if (sampler := self.sampler(batch.sampling_info)) is not None:
             (prompt_lens,) = upload(self.device, batch.prompt_lens)
             draws = (sampler, forward_batch.seq_lens - prompt_lens + 1)
         draft_input = self.draft_worker.forward_draft_extend(
@@ -338,18 +339,18 @@ class EAGLEWorkerV2(BaseSpecWorker):
             return self.round_graphs.draft(size, batch)
         inputs = (*upload(self.device, *batch.decode_inputs), batch.seq_lens_cpu, batch.global_step)
         step = DecodeStep.resolve(self.future_map, self.req_to_token_pool, *inputs)
-        return self.grow(step, self.sampler(batch))
+        return self.grow(step, self.sampler(batch.sampling_info))
 
-    def sampler(self, batch: ModelWorkerBatch) -> DraftSampler | None:
-        """What draws the drafts of `batch`, if they are to be drawn; a greedy batch's are the likeliest."""
-        if not self.server_args.speculative_use_rejection_sampling or batch.sampling_info.is_all_greedy:
+    def is_drawn(self, info: SamplingBatchInfo) -> bool:
+        """Whether a batch's drafts are to be drawn; a greedy batch's are the likeliest."""
+        return self.server_args.speculative_use_rejection_sampling and not info.is_all_greedy
+
+    def sampler(self, info: SamplingBatchInfo) -> DraftSampler | None:
+        """What draws the drafts of a batch, if they are to be drawn."""
+        if not self.is_drawn(info):
             return None
         hot_token_id = getattr(self.draft_model_runner.model, "hot_token_id", None)
-        return DraftSampler(batch.sampling_info, self.kernels, hot_token_id)
-
-    def graph_size(self, batch: ModelWorkerBatch) -> int | None:
-        """Drafts that are drawn follow what the requests ask for, which no graph knows."""
-        return None if self.sampler(batch) is not None else super().graph_size(batch)
+        return DraftSampler(info, self.kernels, hot_token_id)
 
     def grow(self, step: DecodeStep, sampler: DraftSampler | None = None) -> EagleVerifyInput:
         """The device's part of drafting."""
@@ -363,9 +364,9 @@ class EAGLEWorkerV2(BaseSpecWorker):
         """Bring the draft's KV up to date and leave to the next round what it drafts from."""
         size = self.graph_size(batch)
         if size is not None:
-            self.round_graphs.draft_extend(size)
+            self.round_graphs.draft_extend(size, self.is_drawn(batch.sampling_info))
         else:
-            self.extend_draft(verify_input.step, output, self.sampler(batch))
+            self.extend_draft(verify_input.step, output, self.sampler(batch.sampling_info))
 
     def extend_draft(
         self, step: DecodeStep, output: EagleVerifyOutput, sampler: DraftSampler | None = None

@@ -50,6 +50,19 @@ def test_answers_and_rounds_are_those_of_one_rank(zoo, one, two, run):
         check_ranks(engine)
 
 
+def test_one_rank_draws_its_drafts_and_the_other_does_not(zoo, one, two):
+    """They replay different graphs, which hold the same collectives; requests go to the ranks in turn."""
+    prompts, flags = zoo.prompts(PROMPTS, 24), {"speculative_use_rejection_sampling": True}
+    for order in (1, -1):
+        params = [{"temperature": float(i % 2), "sampling_seed": i, "max_new_tokens": 18} for i in range(4)]
+        inputs = {"input_ids": prompts[:4], "sampling_params": params[::order]}
+        wanted = one((3, 1, 4), **flags).generate(**inputs)
+        engine = two((3, 1, 4), **flags)
+        results = engine.generate(**inputs)
+        assert [told(result) for result in results] == [told(result) for result in wanted]
+        check_ranks(engine)
+
+
 @pytest.mark.parametrize("run", [RUNS[0], RUNS[2]], ids=run_id)
 def test_one_rank_idle_then_the_other(zoo, two, run):
     """Requests on one rank alone, the other beside it in every step, late rounds and what follows too."""
