@@ -41,7 +41,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="plain, chain, tree, tuned, steps/topk/tokens, or a method: ngram, standalone, eagle3, "
-            "adaptive; repeat it. Default: the first four."
+            "adaptive, multi-layer; repeat it. Default: the first four."
         ),
     ] = None,
     batch: Annotated[

@@ -7,7 +7,16 @@ from typing import Any
 
 from ..models.cache import ModelError, find_model
 from ..sentences import did_you_mean
-from .stages_door import TARGET, TREE_FLAGS, BadInput, Stage, merge_flags, plain_flags, shape_name
+from .stages_door import (
+    TARGET,
+    TREE_FLAGS,
+    BadInput,
+    Stage,
+    merge_flags,
+    plain_flags,
+    shape_name,
+    shapes_itself,
+)
 
 Shape = tuple[int, int, int]  # steps, topk, draft tokens
 
@@ -36,6 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "standalone": {"speculative_algorithm": "STANDALONE"},
     "eagle3": {"speculative_algorithm": "EAGLE3"},
     "adaptive": {"speculative_adaptive": True} | dict(zip(TREE_FLAGS, CHAIN, strict=True)),
+    "multi-layer": {"enable_multi_layer_eagle": True},
 }
 WORDS = (PLAIN, *SHAPES, *METHODS)
 # How to come by a draft that is not fetched.
@@ -115,7 +125,7 @@ def contenders(stage: Stage, given: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [plain_flags(flags)]
     if flags.get("speculative_algorithm") is None:
         return rows
-    if flags["speculative_algorithm"].upper() == "NGRAM" or any(name in given for name in TREE_FLAGS):
+    if flags["speculative_algorithm"].upper() == "NGRAM" or shapes_itself(given):
         return [*rows, flags]
     shapes = [CHAIN, TREE] if stage.has("tree") else [CHAIN]
     return rows + [flags | _tree_flags(shape) for shape in shapes]
