@@ -208,6 +208,33 @@ def test_a_measured_quantity_comes_from_its_row(measured: Path) -> None:
         charts.measured(data, wanted | {"field": "beauty"}, "x")
 
 
+def test_a_verification_is_compared_with_a_plain_step(measured: Path) -> None:
+    """Medians over both turns of the phase that is meant, and no sentence where nothing was measured."""
+    assert "not measured yet" in charts.verification(measured)
+    path = measured / "part4_worker-triton.json"
+    data = json.loads(path.read_text())
+    steady = {"plain": {"forward": [1e-3, 2e-3, 3e-3]}, "tree 3/4/8": {"draft": [9e-3], "verify": [5e-3]}}
+    for process in data["processes"]:
+        phases = steady[process["configuration"]]
+        process["steady"] = [{"batch": 1, "context": 9, "rounds": [1e-2], "phases": phases, "device": [1e-2]}]
+    path.write_text(json.dumps(data))
+    text = charts.verification(measured)
+    assert "2.00 ms of the device for a plain step; 5.00 ms to verify the 8 rows of tree 3/4/8, 2.50 times" in text
+    wanted = {"stage": "part4_worker", "configuration": "best", "batch": 1, "field": "verify_over_plain"}
+    assert charts.measured({"part4_worker": data}, wanted, "x").endswith("2.50 × a plain step to verify")
+
+
+def test_speculation_that_is_slower_than_plain_says_why(measured: Path) -> None:
+    """Only where it is: the fixture's speculation is twice as fast, until its plain decoding is hurried."""
+    assert charts.slower(measured, 8) == ""
+    path = measured / "part3_scheduler-triton.json"
+    data = json.loads(path.read_text())
+    for cell in data["processes"][0]["cells"]:
+        cell["seconds"] = [seconds / 5 for seconds in cell["seconds"]]
+    path.write_text(json.dumps(data))
+    assert charts.slower(measured, 8).startswith("Speculation is 2.5 times slower in part 3 than plain")
+
+
 # Traces, reference, all together
 
 
