@@ -71,7 +71,8 @@ def evolution(folder: Path) -> str:
         return f"{NOT_YET}: `fledge bench STAGE` on a machine with a GPU writes what this chart shows.\n"
     note = (
         "Median tokens per second on the eight questions: grey is plain decoding, light a drafted chain, "
-        "dark a drafted tree. The thin line runs from the slowest run to the fastest. From <code>docs/data/bench/STAGE-triton.json</code>."
+        "dark a drafted tree. The thin line runs from the slowest run to the fastest. From "
+        "<code>docs/data/bench/STAGE-triton.json</code>."
     )
     chart = bars(folder, EVOLUTION_BATCH)
     figure = f'<figure class="drawing">\n{chart}<figcaption>{note}</figcaption></figure>\n'
@@ -91,9 +92,9 @@ def slower(folder: Path, batch: int) -> str:
     if not ratios:
         return ""
     return (
-        f"Speculation is {' and '.join(ratios)} than plain decoding there. A plain step is one CUDA graph from part "
-        "2 on. Of a round only the verification is one: the draft's forwards and the draft extend run kernel by "
-        "kernel until part 4. Parts 1 to 3 draft chains, part 4 and spec v2 trees.\n"
+        f"Speculation is {' and '.join(ratios)} than plain decoding there. A plain step is one CUDA graph from "
+        "part 2 on. Of a round only the verification is one: the draft's forwards and the draft extend run "
+        "kernel by kernel until part 4. Parts 1 to 3 draft chains, part 4 and spec v2 trees.\n"
     )
 
 
@@ -191,24 +192,24 @@ def verify_times(data: Data, name: str, batch: int) -> dict[str, float]:
 
 def verification(folder: Path, stage: str = "part4_worker") -> str:
     """The sentence that goes with “a few rows cost about what one costs”: what they cost here."""
-    data, times = results(folder, stage), []
-    for shape in (CHAIN, TREE):
-        found = verify_times(data, name_of(shape), 1) if data is not None else {}
-        if found:
-            times.append(
-                f"{found['verify_seconds'] * 1e3:.2f} ms to verify the {shape[2]} rows of {name_of(shape)}, "
-                f"{found['verify_over_plain']:.2f} times as much"
-            )
-    if not times:
+    data = results(folder, stage)
+    times = {s: verify_times(data, name_of(s), 1) for s in (CHAIN, TREE)} if data is not None else {}
+    known = {shape: found for shape, found in times.items() if found}
+    if not known:
         return f"What it costs here: {NOT_YET}.\n"
-    row = dict(rows_of(data, 1))["plain"]
-    over = row["over_floor"]
-    floor = "" if over is None else f": a plain step takes {over:.1f} times as long as reading the weights once"
+    plain = next(iter(known.values()))["plain_seconds"]
+    costs = "; ".join(
+        f"{found['verify_seconds'] * 1e3:.2f} ms to verify the {shape[2]} rows of {name_of(shape)}, "
+        f"{found['verify_over_plain']:.2f} times as much"
+        for shape, found in known.items()
+    )
+    over = dict(rows_of(data, 1))["plain"]["over_floor"]
+    floor = f": a plain step takes {over:.1f} times as long as reading the weights once" if over else ""
     return (
-        f"Measured here at batch 1, one {data['device']}: {found['plain_seconds'] * 1e3:.2f} ms of the device for a "
-        f"plain step; {'; '.join(times)}. A model this small is not bound by reading at batch 1{floor}. Each kernel "
-        "costs a few microseconds of latency however little it reads, and the kernels for several rows need the "
-        f"tensor cores, which one row does without. From {source(result_path(folder, stage, 'triton'))}.\n"
+        f"Measured here at batch 1, one {data['device']}: {plain * 1e3:.2f} ms of the device for a plain step; "
+        f"{costs}. A model this small is not bound by reading at batch 1{floor}. Each kernel costs a few "
+        "microseconds of latency however little it reads, and the kernels for several rows need the tensor "
+        f"cores, which one row does without. From {source(result_path(folder, stage, 'triton'))}.\n"
     )
 
 
