@@ -11,7 +11,19 @@ import pytest
 import typer
 
 from tools.bench.bench_results import load
-from tools.docs import build, charts, claims, code, errata, history, page, reference, stages, traces
+from tools.docs import (
+    build,
+    charts,
+    claims,
+    code,
+    errata,
+    history,
+    invariants,
+    page,
+    reference,
+    stages,
+    traces,
+)
 from tools.docs.page import Problem
 from tools.provenance import REPO
 
@@ -125,14 +137,15 @@ def test_every_worker_file_has_its_life() -> None:
 
 def test_an_invariant_whose_test_is_gone_is_an_error(repo: Path) -> None:
     path = repo / "docs/data/invariants.toml"
-    entry = '[[invariant]]\nid = "i"\nsays = "s"\nstages = ["all"]\ntests = ["tests/t.py::test_a"]\n'
-    path.write_text(entry)
+    held = '[[invariant.held]]\nstages = ["spec_v2"]\ntests = ["tests/t.py::test_a"]\n'
+    path.write_text(f'[[invariant]]\nid = "i"\nsays = "s"\n{held}')
     with pytest.raises(Problem, match="names the test tests/t.py::test_a, which does not exist"):
-        stages.read_invariants(repo)
+        invariants.read_invariants(repo)
     (repo / "tests").mkdir()
     (repo / "tests/t.py").write_text("def test_a(): pass\n")
-    [found] = stages.read_invariants(repo)
-    assert "held by `test_a` in `tests/t.py`" in stages.invariant_list("spec_v2", [found])
+    found = invariants.read_invariants(repo)
+    assert "held by `test_a` in `tests/t.py`" in invariants.invariant_list("spec_v2", found)
+    assert invariants.invariant_list("part4_worker", found) == ""
 
 
 def test_a_stage_that_is_not_built_says_so_and_still_shows_upstream(tmp_path: Path) -> None:

@@ -11,13 +11,12 @@ from ..stages.story import ORDER
 from ..upstream.history import UpstreamError
 from ..upstream.ledger import LedgerHistory
 from ..upstream.source import open_history
-from ..upstream.symbols import find_symbol, python_symbols
 from . import history
+from .invariants import invariant_list, read_invariants
 from .page import SNIPPETS, Problem, fence, not_yet, read_toml, table
 from .page import fold as fold_away
 
 TITLES = ("Part 1", "Part 2", "Part 3", "Part 4", "Spec v2")
-ALL = "all"
 SRT = "python/sglang/srt/"
 
 
@@ -70,40 +69,6 @@ def stands(stage: str, facts: dict[str, Any] | None, ledger: LedgerHistory) -> s
         ["features", present],
     ]
     return table(["", stage], rows)
-
-
-# Invariants
-
-
-def read_invariants(repo: Path) -> list[dict[str, Any]]:
-    """docs/data/invariants.toml. Raises Problem for a test that does not exist."""
-    found = read_toml(repo / "docs" / "data" / "invariants.toml").get("invariant", [])
-    for entry in found:
-        if not {"id", "says", "stages", "tests"} <= set(entry) or not entry["tests"]:
-            raise Problem(f"invariants.toml: {entry.get('id', entry)} needs id, says, stages and a test.")
-        for test in entry["tests"]:
-            check_test(repo, entry["id"], test)
-    return found
-
-
-def check_test(repo: Path, invariant: str, test: str) -> None:
-    path, _, name = test.partition("::")
-    file = repo / path
-    if not file.is_file() or find_symbol(python_symbols(file.read_text(encoding="utf-8")), name) is None:
-        raise Problem(f"invariants.toml: {invariant} names the test {test}, which does not exist.")
-
-
-def invariant_list(stage: str, invariants: list[dict[str, Any]]) -> str:
-    """What must hold in a stage, and the tests that hold it."""
-    own = [entry for entry in invariants if stage in entry["stages"] or ALL in entry["stages"]]
-    return "\n".join(
-        f'{number}. {entry["says"]}<br><span class="held">held by '
-        + ", ".join(
-            f"`{name}` in `{path}`" for path, _, name in (test.partition("::") for test in entry["tests"])
-        )
-        + "</span>"
-        for number, entry in enumerate(own, 1)
-    )
 
 
 # The diff
