@@ -93,7 +93,7 @@ def slower(folder: Path, batch: int) -> str:
         return ""
     return (
         f"Speculation is {' and '.join(ratios)} than plain decoding there. A plain step is one CUDA graph "
-        "from part 2 on. Of a round only the verification is one: the draft's forwards and the draft extend run "
+        "from part 2 on. Of a round only the verification is one: the draft's forwards and its extend run "
         "kernel by kernel until part 4. Parts 1 to 3 draft chains, part 4 and spec v2 trees.\n"
     )
 
@@ -207,8 +207,8 @@ def verification(folder: Path, stage: str = "part4_worker") -> str:
     floor = f": a plain step takes {over:.1f} times as long as reading the weights once" if over else ""
     return (
         f"Measured here at batch 1, one {data['device']}: {plain * 1e3:.2f} ms of the device for a plain "
-        f"step; {costs}. A model this small is not bound by reading at batch 1{floor}. Each kernel costs a few "
-        "microseconds of latency however little it reads, and the kernels for several rows need the tensor "
+        f"step; {costs}. A model this small is not bound by reading at batch 1{floor}. Each kernel costs "
+        "a few microseconds of latency however little it reads, and the kernels for several rows need the tensor "
         f"cores, which one row does without. From {source(result_path(folder, stage, 'triton'))}.\n"
     )
 

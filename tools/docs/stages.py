@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,36 @@ def diff(repo: Path, stage: str, facts: dict[str, Any] | None) -> str:
     if facts is None or not (repo / "stages" / before / "stage.toml").is_file():
         which = stage if facts is None else before
         return not_yet(f"`{which}` is not built yet; the diff from `{before}` to `{stage}` will stand here.")
-    html = render_fragment(fold(repo / "stages" / before, repo / "stages" / stage), facts.get("changed", {}))
+    diffs, reasons = fold(repo / "stages" / before, repo / "stages" / stage), facts.get("changed", {})
+    lesson = render_fragment([diff for diff in diffs if not is_aside(diff.path)], reasons)
+    others = [diff for diff in diffs if is_aside(diff.path) and diff.kind != "identical"]
+    html = lesson + (
+        f'<details class="aside"><summary>{len(others)} files that say the same once more: exports, the Triton '
+        f"twins of kernels in plain PyTorch, FlashInfer</summary>\n{render_fragment(others, reasons)}</details>\n"
+        if others
+        else ""
+    )
     # Closed: the table above the files says what there is, and a page opens quickly.
     html = html.replace('<details class="file" open>', '<details class="file">')
     lead = f"Against `{before}`, by functions: what is as it was takes one line, and so does what only moved."
-    return f"{lead} In the terminal: `fledge stages diff {before} {stage}`.\n\n{html}"
+    lead += f" In the terminal: `fledge stages diff {before} {stage}`."
+    return f"{lead}\n\nRead these first:\n\n{reading_order(repo, stage)}\n\n{html}"
+
+
+def is_aside(path: str) -> bool:
+    """Whether a file is no part of the lesson: it exports, or does what another does with other means."""
+    return path.endswith("__init__.py") or "flashinfer" in path or path.startswith("kernels/triton/")
+
+
+def reading_order(repo: Path, stage: str, most: int = 5) -> str:
+    """The first items of the list in a stage's README. Raises Problem where there is none."""
+    path = repo / "stages" / stage / "README.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    listed = text.partition("Read it in this order:\n\n")[2].partition("\n\n")[0]
+    items = re.split(r"^(?=\d+\. )", listed, flags=re.MULTILINE)[1 : most + 1]
+    if not items:
+        raise Problem(f"stages/{stage}/README.md has no list under “Read it in this order:”.")
+    return "".join(items).rstrip()
 
 
 def touched(stage: str, ledger: LedgerHistory) -> str:
@@ -130,7 +156,7 @@ def symbols(stage: str, facts: dict[str, Any] | None) -> str:
         ]
         for entry in facts.get("symbols", [])
     ]
-    lead = f"New with this stage, and where each stands upstream, below `{SRT}`."
+    lead = f"New with this stage or rewritten, and where each stands upstream, below `{SRT}`."
     more = f"`fledge upstream map {stage} NAME` puts the two side by side."
     return f"{lead} {more}\n\n{table(['here', 'upstream', 'at'], rows)}"
 

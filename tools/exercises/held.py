@@ -31,7 +31,7 @@ def not_run(repo: Path, invariants: list[Invariant]) -> list[str]:
 
 
 def stages_of(repo: Path, tests: list[str]) -> dict[str, set[str]]:
-    """Test → the stages it is run for: those of its cases, or, where they name none, those its file imports."""
+    """Test → the stages it is run for: those its cases name, else those that its file imports."""
     words = ["--collect-only", "-q", *tests, *(f"--stage={stage}" for stage in ORDER)]
     _, output = run_pytest(repo, words, ORDER[-1])
     found: defaultdict[str, set[str]] = defaultdict(set)
