@@ -207,9 +207,10 @@ def verification(folder: Path, stage: str = "part4_worker") -> str:
     floor = f": a plain step takes {over:.1f} times as long as reading the weights once" if over else ""
     return (
         f"Measured here at batch 1, one {data['device']}: {plain * 1e3:.2f} ms of the device for a plain "
-        f"step; {costs}. A model this small is not bound by reading at batch 1{floor}. Each kernel costs "
-        "a few microseconds of latency however little it reads, and the kernels for several rows need the tensor "
-        f"cores, which one row does without. From {source(result_path(folder, stage, 'triton'))}.\n"
+        f"step; {costs}. A model this small is not bound by reading at batch 1{floor}. Each kernel costs a "
+        "few microseconds of latency however little it reads, and the kernels for several rows need the "
+        "tensor cores, which one row does without. "
+        f"From {source(result_path(folder, stage, 'triton'))}.\n"
     )
 
 

@@ -89,12 +89,14 @@ def diff(repo: Path, stage: str, facts: dict[str, Any] | None) -> str:
     diffs, reasons = fold(repo / "stages" / before, repo / "stages" / stage), facts.get("changed", {})
     lesson = render_fragment([diff for diff in diffs if not is_aside(diff.path)], reasons)
     others = [diff for diff in diffs if is_aside(diff.path) and diff.kind != "identical"]
-    html = lesson + (
-        f'<details class="aside"><summary>{len(others)} files that say the same once more: exports, the Triton '
-        f"twins of kernels in plain PyTorch, FlashInfer</summary>\n{render_fragment(others, reasons)}</details>\n"
-        if others
-        else ""
-    )
+    html = lesson
+    if others:
+        what = "exports, the Triton twins of kernels in plain PyTorch, FlashInfer"
+        html += (
+            f'<details class="aside"><summary>{len(others)} files that say the same once more: {what}'
+            f"</summary>\n"
+            f"{render_fragment(others, reasons)}</details>\n"
+        )
     # Closed: the table above the files says what there is, and a page opens quickly.
     html = html.replace('<details class="file" open>', '<details class="file">')
     lead = f"Against `{before}`, by functions: what is as it was takes one line, and so does what only moved."
