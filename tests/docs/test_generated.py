@@ -26,6 +26,7 @@ from tools.docs import (
 )
 from tools.docs.page import Problem
 from tools.provenance import REPO
+from tools.upstream.claims import Claim, expected
 
 SMALL = {
     "docs/data/claims/a.toml": '[[claim]]\nid = "it-is"\nsays = "It is."\ngit = { commit = "815dce0554" }\n',
@@ -327,3 +328,18 @@ def test_the_coverage_table_names_pages_that_exist() -> None:
     ids = set(re.findall(r"`(?:errata\.md)?#([\w-]+)`", text)) - {"the-price", "summary"}
     known = set(re.findall(r"\{ #([\w-]+) \}", errata.files(REPO)["snippets/errata.md"]))
     assert ids <= known and known - ids <= {"sampling"}
+
+
+@pytest.mark.parametrize(
+    ("proof", "what"),
+    [
+        ({"path": "a.py", "has": "x"}, ""),
+        ({"path": "a.py", "symbol": "f", "lacks": "x"}, "prints 0"),
+        ({"path": "a.py", "exists": False}, "prints nothing"),
+        ({"path": "a.py", "lines": 132}, "prints 132"),
+        ({"added": 1212, "removed": 0}, "lists 1,212 added, 0 removed"),
+        ({"files": 6}, "lists 6 files"),
+    ],
+)
+def test_a_command_says_what_to_expect(proof: dict, what: str) -> None:
+    assert expected(Claim("p", "i", "s", "git", {"commit": "c", **proof})) == what
