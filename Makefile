@@ -32,8 +32,9 @@ setup: $(SETUP) ## the environment alone: .venv, or with PYTHON=… a check of t
 	if [ ! -x .venv/bin/python ]; then \
 	    "$$base" -m venv .venv || { rm -rf .venv; \
 	        echo "python3 cannot make a virtual environment. On Debian: apt install python3-venv" >&2; exit 1; }; fi
-	@echo "set-up: about 55 packages into .venv (constraints.txt). The large one is torch: 0.2 GB to download"
+	@echo "set-up: about 75 packages into .venv (constraints.txt). The large one is torch: 0.2 GB to download"
 	@echo "as a CPU build, 3 GB where pip finds the CUDA build. Once; the next run takes what is there."
+	@echo "On the disk: 2.0 GB in .venv with a CPU build of torch, 0.4 GB in the cache for the model."
 	@echo "Some minutes, in which pip says nothing unless something fails."
 	@$(PY) -m pip install --quiet -c constraints.txt pip setuptools
 	@# Without the warning that folders here may hide an installed package of the same name: they are the package.

@@ -75,7 +75,8 @@ def test_nothing_is_read_between_the_phases(stage, engines, zoo, monkeypatch):
     """No tensor becomes a Python number or a numpy array between the launches of draft, verify and draft
     extend.
     """
-    engine = engines.get(tree=stage.shape)
+    engine, prompts = engines.get(tree=stage.shape), zoo.prompts((5, 9), 12)
+    run(engine, prompts, {"max_new_tokens": 12}, check=False)  # a graph's size is prepared when first needed
     worker, reads, inside = Probe(engine).draft_worker, [], []
     reference_kernels = {"kernels", "torch_native_backend.py"}
     for name in (
@@ -112,7 +113,7 @@ def test_nothing_is_read_between_the_phases(stage, engines, zoo, monkeypatch):
 
     rounds: list[bool] = []
     with swapped(worker, "draft", enter), swapped(worker, "forward_draft_extend_after_decode", leave):
-        run(engine, zoo.prompts((5, 9), 12), {"max_new_tokens": 12}, check=False)
+        run(engine, prompts, {"max_new_tokens": 12}, check=False)
     assert len(rounds) > 3 and reads == []
 
 

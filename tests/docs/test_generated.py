@@ -11,9 +11,22 @@ import pytest
 import typer
 
 from tools.bench.bench_results import load
-from tools.docs import build, charts, claims, code, errata, history, page, reference, stages, traces
+from tools.docs import (
+    build,
+    charts,
+    claims,
+    code,
+    errata,
+    history,
+    invariants,
+    page,
+    reference,
+    stages,
+    traces,
+)
 from tools.docs.page import Problem
 from tools.provenance import REPO
+from tools.upstream.claims import Claim, expected
 
 SMALL = {
     "docs/data/claims/a.toml": '[[claim]]\nid = "it-is"\nsays = "It is."\ngit = { commit = "815dce0554" }\n',
@@ -125,14 +138,15 @@ def test_every_worker_file_has_its_life() -> None:
 
 def test_an_invariant_whose_test_is_gone_is_an_error(repo: Path) -> None:
     path = repo / "docs/data/invariants.toml"
-    entry = '[[invariant]]\nid = "i"\nsays = "s"\nstages = ["all"]\ntests = ["tests/t.py::test_a"]\n'
-    path.write_text(entry)
+    held = '[[invariant.held]]\nstages = ["spec_v2"]\ntests = ["tests/t.py::test_a"]\n'
+    path.write_text(f'[[invariant]]\nid = "i"\nsays = "s"\n{held}')
     with pytest.raises(Problem, match="names the test tests/t.py::test_a, which does not exist"):
-        stages.read_invariants(repo)
+        invariants.read_invariants(repo)
     (repo / "tests").mkdir()
     (repo / "tests/t.py").write_text("def test_a(): pass\n")
-    [found] = stages.read_invariants(repo)
-    assert "held by `test_a` in `tests/t.py`" in stages.invariant_list("spec_v2", [found])
+    found = invariants.read_invariants(repo)
+    assert "held by `test_a` in `tests/t.py`" in invariants.invariant_list("spec_v2", found)
+    assert invariants.invariant_list("part4_worker", found) == ""
 
 
 def test_a_stage_that_is_not_built_says_so_and_still_shows_upstream(tmp_path: Path) -> None:
@@ -206,6 +220,34 @@ def test_a_measured_quantity_comes_from_its_row(measured: Path) -> None:
     assert charts.measured(data, wanted | {"stage": "spec_v2"}, "x").endswith("not measured yet")
     with pytest.raises(Problem, match="which no result file has"):
         charts.measured(data, wanted | {"field": "beauty"}, "x")
+
+
+def test_a_verification_is_compared_with_a_plain_step(measured: Path) -> None:
+    """Medians over both turns of the phase that is meant, and no sentence where nothing was measured."""
+    assert "not measured yet" in charts.verification(measured)
+    path = measured / "part4_worker-triton.json"
+    data = json.loads(path.read_text())
+    steady = {"plain": {"forward": [1e-3, 2e-3, 3e-3]}, "tree 3/4/8": {"draft": [9e-3], "verify": [5e-3]}}
+    for process in data["processes"]:
+        phases = steady[process["configuration"]]
+        process["steady"] = [{"batch": 1, "context": 9, "rounds": [1e-2], "phases": phases, "device": [1e-2]}]
+    path.write_text(json.dumps(data))
+    text = charts.verification(measured)
+    assert "2.00 ms of the device for a plain step; 5.00 ms to verify the 8 rows" in text
+    assert "of tree 3/4/8, 2.50 times" in text
+    wanted = {"stage": "part4_worker", "configuration": "best", "batch": 1, "field": "verify_over_plain"}
+    assert charts.measured({"part4_worker": data}, wanted, "x").endswith("2.50 × a plain step to verify")
+
+
+def test_speculation_that_is_slower_than_plain_says_why(measured: Path) -> None:
+    """Only where it is: the fixture's speculation is twice as fast, until its plain decoding is hurried."""
+    assert charts.slower(measured, 8) == ""
+    path = measured / "part3_scheduler-triton.json"
+    data = json.loads(path.read_text())
+    for cell in data["processes"][0]["cells"]:
+        cell["seconds"] = [seconds / 5 for seconds in cell["seconds"]]
+    path.write_text(json.dumps(data))
+    assert charts.slower(measured, 8).startswith("Speculation is 2.5 times slower in part 3 than plain")
 
 
 # Traces, reference, all together
@@ -286,3 +328,18 @@ def test_the_coverage_table_names_pages_that_exist() -> None:
     ids = set(re.findall(r"`(?:errata\.md)?#([\w-]+)`", text)) - {"the-price", "summary"}
     known = set(re.findall(r"\{ #([\w-]+) \}", errata.files(REPO)["snippets/errata.md"]))
     assert ids <= known and known - ids <= {"sampling"}
+
+
+@pytest.mark.parametrize(
+    ("proof", "what"),
+    [
+        ({"path": "a.py", "has": "x"}, ""),
+        ({"path": "a.py", "symbol": "f", "lacks": "x"}, "prints 0"),
+        ({"path": "a.py", "exists": False}, "prints nothing"),
+        ({"path": "a.py", "lines": 132}, "prints 132"),
+        ({"added": 1212, "removed": 0}, "lists 1,212 added, 0 removed"),
+        ({"files": 6}, "lists 6 files"),
+    ],
+)
+def test_a_command_says_what_to_expect(proof: dict, what: str) -> None:
+    assert expected(Claim("p", "i", "s", "git", {"commit": "c", **proof})) == what

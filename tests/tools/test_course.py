@@ -11,6 +11,7 @@ import pytest
 from typer.testing import Result
 
 from tools.exercises.course import exercises_that_fail, holes
+from tools.exercises.held import not_run
 from tools.exercises.mend import read_exercises
 from tools.provenance import REPO
 
@@ -127,6 +128,17 @@ def test_a_hole_is_found(course: Path, path: str, pattern: str, new: str, said: 
     finally:
         file.write_text(before, encoding="utf-8")
     assert any(said in hole for hole in found), found
+
+
+def test_an_invariant_names_tests_of_its_own_stage() -> None:
+    """Cases of a stage, files that import one, and a test of everything: asked of pytest in one go."""
+    ranks = "tests/stages/part4_worker/test_dp_attention.py::test_all_ranks_take_the_same_step"
+    trees = "tests/contract/test_draft_state.py::test_kv_after_scripted_accepts"
+    held = [{"stages": ["part2_cudagraph_dp", "part4_worker"], "tests": [ranks, trees]}]
+    assert not_run(REPO, [{"id": "x", "says": "", "held": held}]) == [
+        f"invariants.toml: x has {test} for part2_cudagraph_dp, for which pytest cannot run it."
+        for test in (ranks, trees)
+    ]
 
 
 def test_the_command(fledge: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def build(
     _prepare()
     _mkdocs("build", *(["--site-dir", str(out.absolute())] if out else []))
     index = (out.absolute() if out else REPO / "site") / "index.html"
-    print(f"the site is built: open {index}, or run `fledge docs serve` for the search")
+    print(f"the site is built: open {index}; the search works from there too")
 
 
 def serve(

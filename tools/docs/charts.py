@@ -13,8 +13,8 @@ from typing import Any
 
 from ..bench.bench_report import evolution_table, set_table, speed_table
 from ..bench.bench_results import load, result_path
-from ..bench.bench_summary import best_per_batch, summarise
-from ..bench.configurations import PLAIN
+from ..bench.bench_summary import best_per_batch, steady_of, summarise
+from ..bench.configurations import CHAIN, PLAIN, TREE, name_of, shape_of
 from ..bench.pairs_report import pairs_table
 from ..bench.tables import NOT_YET, speed
 from .page import SNIPPETS, Problem, read_toml, table
@@ -33,6 +33,8 @@ FIELDS = {
     "host_seconds": (1e6, ".0f", "µs of the host"),
     "over_floor": (1.0, ".1f", "× the floor"),
     "over_plain": (1.0, ".2f", "× plain"),
+    "verify_seconds": (1e3, ".2f", "ms of the device to verify"),
+    "verify_over_plain": (1.0, ".2f", "× a plain step to verify"),
 }
 
 Data = dict[str, Any]
@@ -47,6 +49,7 @@ def files(repo: Path) -> dict[str, str]:
             found[f"{backend}-{prompts}"] = set_table(folder, source, backend, prompts)
     found["pairs"] = pairs_table(folder, source)
     found["optimisations"] = optimisations(repo, folder)
+    found["verification"] = verification(folder)
     found["peer"] = peer(repo)
     return {f"{SNIPPETS}/bench/{name}.md": text for name, text in found.items()}
 
@@ -69,12 +72,32 @@ def evolution(folder: Path) -> str:
     if not any(results(folder, stage) for stage in ORDER):
         return f"{NOT_YET}: `fledge bench STAGE` on a machine with a GPU writes what this chart shows.\n"
     note = (
-        "Median tokens per second on the eight questions; the thin line runs from the slowest run to the "
-        "fastest. From <code>docs/data/bench/STAGE-triton.json</code>."
+        "Median tokens per second on the eight questions: grey is plain decoding, light a drafted chain, "
+        "dark a drafted tree. The thin line runs from the slowest run to the fastest. From "
+        "<code>docs/data/bench/STAGE-triton.json</code>."
     )
     chart = bars(folder, EVOLUTION_BATCH)
     figure = f'<figure class="drawing">\n{chart}<figcaption>{note}</figcaption></figure>\n'
-    return f"{figure}\n{evolution_table(folder, source, 'triton', EVOLUTION_BATCH)}\n"
+    table = evolution_table(folder, source, "triton", EVOLUTION_BATCH)
+    return f"{figure}\n{slower(folder, EVOLUTION_BATCH)}\n{table}\n"
+
+
+def slower(folder: Path, batch: int) -> str:
+    """Why the bars of a stage without a drafting graph are the wrong way round, with by how much."""
+    ratios = []
+    for stage in ORDER[1:3]:
+        rows = dict(rows_of(results(folder, stage), batch))
+        if len(rows) == 2:
+            plain, drafts = (median(rows[kind]) for kind in ("plain", "eagle"))
+            if drafts < plain:
+                ratios.append(f"{plain / drafts:.1f} times slower in {title_of(stage).lower()}")
+    if not ratios:
+        return ""
+    return (
+        f"Speculation is {' and '.join(ratios)} than plain decoding there. A plain step is one CUDA graph "
+        "from part 2 on. Of a round only the verification is one: the draft's forwards and its extend run "
+        "kernel by kernel until part 4. Parts 1 to 3 draft chains, part 4 and spec v2 trees.\n"
+    )
 
 
 def bars(folder: Path, batch: int) -> str:
@@ -89,6 +112,8 @@ def bars(folder: Path, batch: int) -> str:
         for kind, row in rows:
             speeds = row["tokens_per_second"]
             scale = room / top
+            shape = shape_of(row["configuration"])
+            kind = "chain" if shape and shape[1] == 1 else kind
             label = f"{speed(speeds['median'])} {escape(row['configuration'])}"
             long, low, high = (speeds[name] * scale for name in ("median", "min", "max"))
             parts.append(
@@ -151,6 +176,46 @@ def median(row: Data) -> float:
     return row["tokens_per_second"]["median"]
 
 
+# What a verification costs
+
+
+def verify_times(data: Data, name: str, batch: int) -> dict[str, float]:
+    """Seconds of the device that a configuration's verification takes, and over plain decoding's step."""
+
+    def seconds(configuration: str, phase: str) -> float | None:
+        found = [s for entry in steady_of(data, configuration, batch) for s in entry.phases.get(phase, [])]
+        return statistics.median(found) if found else None
+
+    verify, plain = seconds(name, "verify"), seconds(PLAIN, "forward")
+    if verify is None or plain is None:
+        return {}
+    return {"verify_seconds": verify, "plain_seconds": plain, "verify_over_plain": verify / plain}
+
+
+def verification(folder: Path, stage: str = "part4_worker") -> str:
+    """The sentence that goes with “a few rows cost about what one costs”: what they cost here."""
+    data = results(folder, stage)
+    times = {s: verify_times(data, name_of(s), 1) for s in (CHAIN, TREE)} if data is not None else {}
+    known = {shape: found for shape, found in times.items() if found}
+    if not known:
+        return f"What it costs here: {NOT_YET}.\n"
+    plain = next(iter(known.values()))["plain_seconds"]
+    costs = "; ".join(
+        f"{found['verify_seconds'] * 1e3:.2f} ms to verify the {shape[2]} rows of {name_of(shape)}, "
+        f"{found['verify_over_plain']:.2f} times as much"
+        for shape, found in known.items()
+    )
+    over = dict(rows_of(data, 1))["plain"]["over_floor"]
+    floor = f": a plain step takes {over:.1f} times as long as reading the weights once" if over else ""
+    return (
+        f"Measured here at batch 1, one {data['device']}: {plain * 1e3:.2f} ms of the device for a plain "
+        f"step; {costs}. A model this small is not bound by reading at batch 1{floor}. Each kernel costs a "
+        "few microseconds of latency however little it reads, and the kernels for several rows need the "
+        "tensor cores, which one row does without. "
+        f"From {source(result_path(folder, stage, 'triton'))}.\n"
+    )
+
+
 # The ledger of optimisations
 
 
@@ -190,7 +255,7 @@ def measured(data: dict[str, Data | None], wanted: dict[str, Any], where: str) -
         ),
         None,
     )
-    value = row and row[wanted["field"]]
+    value = row and (row | verify_times(found, name, wanted["batch"])).get(wanted["field"])
     if value is None:
         return head + NOT_YET
     scale, form, unit = FIELDS[wanted["field"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..upstream.claims import Claim, command, read_claims
+from ..upstream.claims import Claim, command, expected, read_claims
 from ..upstream.history import UpstreamError
 from .page import SNIPPETS, Problem, fence
 
@@ -36,4 +36,5 @@ def entry(claim: Claim) -> str:
     head = f"### {claim.id} {{ #{claim.id} }}\n\n{claim.says}\n\n"
     if claim.kind == "told":
         return f"{head}*Told, not proven:* {claim.proof}"
-    return head + fence(command(claim), "sh")
+    what = expected(claim)
+    return head + fence(command(claim), "sh") + (f"\nIt {what}." if what else "")

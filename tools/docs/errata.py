@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..upstream.claims import command
+from ..upstream.claims import command, expected
 from .claims import claims_of
 from .page import SNIPPETS, Problem, fence, read_toml
 
@@ -22,7 +22,11 @@ def files(repo: Path) -> dict[str, str]:
             )
         if unknown := [name for name in entry["claims"] if name not in claims]:
             raise Problem(f"errata.toml: {entry['id']} names the claim {unknown[0]!r}, which does not exist.")
-        shown = "\n".join(f"- [{claims[name].says}](claims.md#{name})" for name in entry["claims"])
+        shown = "\n".join(
+            f"- [{claims[name].says}](claims.md#{name})"
+            + (f" The command {what}." if (what := expected(claims[name])) else "")
+            for name in entry["claims"]
+        )
         commands = "\n".join(text for name in entry["claims"] if (text := command(claims[name])))
         parts.append(
             f"## {number}. {entry['title']} {{ #{entry['id']} }}\n\n"

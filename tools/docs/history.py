@@ -137,10 +137,11 @@ def lives_picture(ledger: LedgerHistory) -> str:
             f", became {life.became.rpartition('/')[2]}" if life.became else ""
         )
         name = label_of(life)
-        anchor, at = ("start", left) if left < width * 0.55 else ("end", width - 4.0)
+        fits = left + 6.6 * len(name) < width - 4.0  # else the name ends where the bar ends
+        anchor, at = ("start", left) if fits else ("end", max(right, 6.6 * len(name)))
         parts.append(
             f"<g><title>{name}: {title}</title>"
-            f'<text x="{at:.1f}" y="{y + 11}" text-anchor="{anchor}">{name}</text>'
+            f'<text class="over" x="{at:.1f}" y="{y + 11}" text-anchor="{anchor}">{name}</text>'
             f'<rect class="life {state}" x="{left:.1f}" y="{y + 15}" width="{max(2.0, right - left):.1f}" '
             f'height="7" rx="2"/></g>'
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,12 @@ from ..stages.story import ORDER
 from ..upstream.history import UpstreamError
 from ..upstream.ledger import LedgerHistory
 from ..upstream.source import open_history
-from ..upstream.symbols import find_symbol, python_symbols
 from . import history
+from .invariants import invariant_list, read_invariants
 from .page import SNIPPETS, Problem, fence, not_yet, read_toml, table
 from .page import fold as fold_away
 
 TITLES = ("Part 1", "Part 2", "Part 3", "Part 4", "Spec v2")
-ALL = "all"
 SRT = "python/sglang/srt/"
 
 
@@ -72,40 +72,6 @@ def stands(stage: str, facts: dict[str, Any] | None, ledger: LedgerHistory) -> s
     return table(["", stage], rows)
 
 
-# Invariants
-
-
-def read_invariants(repo: Path) -> list[dict[str, Any]]:
-    """docs/data/invariants.toml. Raises Problem for a test that does not exist."""
-    found = read_toml(repo / "docs" / "data" / "invariants.toml").get("invariant", [])
-    for entry in found:
-        if not {"id", "says", "stages", "tests"} <= set(entry) or not entry["tests"]:
-            raise Problem(f"invariants.toml: {entry.get('id', entry)} needs id, says, stages and a test.")
-        for test in entry["tests"]:
-            check_test(repo, entry["id"], test)
-    return found
-
-
-def check_test(repo: Path, invariant: str, test: str) -> None:
-    path, _, name = test.partition("::")
-    file = repo / path
-    if not file.is_file() or find_symbol(python_symbols(file.read_text(encoding="utf-8")), name) is None:
-        raise Problem(f"invariants.toml: {invariant} names the test {test}, which does not exist.")
-
-
-def invariant_list(stage: str, invariants: list[dict[str, Any]]) -> str:
-    """What must hold in a stage, and the tests that hold it."""
-    own = [entry for entry in invariants if stage in entry["stages"] or ALL in entry["stages"]]
-    return "\n".join(
-        f'{number}. {entry["says"]}<br><span class="held">held by '
-        + ", ".join(
-            f"`{name}` in `{path}`" for path, _, name in (test.partition("::") for test in entry["tests"])
-        )
-        + "</span>"
-        for number, entry in enumerate(own, 1)
-    )
-
-
 # The diff
 
 
@@ -120,11 +86,38 @@ def diff(repo: Path, stage: str, facts: dict[str, Any] | None) -> str:
     if facts is None or not (repo / "stages" / before / "stage.toml").is_file():
         which = stage if facts is None else before
         return not_yet(f"`{which}` is not built yet; the diff from `{before}` to `{stage}` will stand here.")
-    html = render_fragment(fold(repo / "stages" / before, repo / "stages" / stage), facts.get("changed", {}))
+    diffs, reasons = fold(repo / "stages" / before, repo / "stages" / stage), facts.get("changed", {})
+    lesson = render_fragment([diff for diff in diffs if not is_aside(diff.path)], reasons)
+    others = [diff for diff in diffs if is_aside(diff.path) and diff.kind != "identical"]
+    html = lesson
+    if others:
+        what = "exports, the Triton twins of kernels in plain PyTorch, FlashInfer"
+        html += (
+            f'<details class="aside"><summary>{len(others)} files that say the same once more: {what}'
+            f"</summary>\n"
+            f"{render_fragment(others, reasons)}</details>\n"
+        )
     # Closed: the table above the files says what there is, and a page opens quickly.
     html = html.replace('<details class="file" open>', '<details class="file">')
     lead = f"Against `{before}`, by functions: what is as it was takes one line, and so does what only moved."
-    return f"{lead} In the terminal: `fledge stages diff {before} {stage}`.\n\n{html}"
+    lead += f" In the terminal: `fledge stages diff {before} {stage}`."
+    return f"{lead}\n\nRead these first:\n\n{reading_order(repo, stage)}\n\n{html}"
+
+
+def is_aside(path: str) -> bool:
+    """Whether a file is no part of the lesson: it exports, or does what another does with other means."""
+    return path.endswith("__init__.py") or "flashinfer" in path or path.startswith("kernels/triton/")
+
+
+def reading_order(repo: Path, stage: str, most: int = 5) -> str:
+    """The first items of the list in a stage's README. Raises Problem where there is none."""
+    path = repo / "stages" / stage / "README.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    listed = text.partition("Read it in this order:\n\n")[2].partition("\n\n")[0]
+    items = re.split(r"^(?=\d+\. )", listed, flags=re.MULTILINE)[1 : most + 1]
+    if not items:
+        raise Problem(f"stages/{stage}/README.md has no list under “Read it in this order:”.")
+    return "".join(items).rstrip()
 
 
 def touched(stage: str, ledger: LedgerHistory) -> str:
@@ -165,7 +158,7 @@ def symbols(stage: str, facts: dict[str, Any] | None) -> str:
         ]
         for entry in facts.get("symbols", [])
     ]
-    lead = f"New with this stage, and where each stands upstream, below `{SRT}`."
+    lead = f"New with this stage or rewritten, and where each stands upstream, below `{SRT}`."
     more = f"`fledge upstream map {stage} NAME` puts the two side by side."
     return f"{lead} {more}\n\n{table(['here', 'upstream', 'at'], rows)}"
 

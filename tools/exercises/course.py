@@ -1,7 +1,8 @@
 """`fledge course check`: what the course promises and where it has a hole. The author's gate.
 
 Without `--run` only files are read: pages, questions (recomputed from the ledger), exercises, invariants,
-links, the coverage table. With it every exercise is run too: red as given, green as solved.
+links, the coverage table; and pytest is asked which tests it can run for which stage. With it every exercise
+is run too: red as given, green as solved.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from ..bench.stages_door import BadInput, Stage
+from ..docs.invariants import check_test, read_invariants, tests_of
 from ..docs.page import Problem
-from ..docs.stages import ALL, check_test, read_invariants
 from ..provenance import REPO
 from ..stages.mutants import AT_A_TIME, LIMIT, copy_repo, failing
 from ..stages.story import read_story, verb
@@ -25,6 +26,7 @@ from ..upstream.history import UpstreamError
 from ..upstream.ledger import LedgerHistory
 from ..upstream.named import source_map
 from ..upstream.verbs import aside, say
+from .held import not_run
 from .mend import Exercise, put_in, read_exercises
 from .questions import QUIZ, Question, read_questions
 from .red import run_check
@@ -44,6 +46,8 @@ def check(
 ) -> None:
     """Fail where a stage, a question, an exercise or a page lacks something."""
     found = holes(REPO)
+    if not found:
+        found = not_run(REPO, read_invariants(REPO))
     if run and not found:
         found = exercises_that_fail(REPO, read_exercises())
     for hole in found:
@@ -101,7 +105,7 @@ def _of_stage(
         yield f"{stage.name} has no exercise, and so no hints, in exercises.toml."
     if not list(source_map(stage.table)):
         yield f"{stage.name} has no source map: its stage.toml puts no symbol beside upstream's."
-    if not any(stage.name in entry["stages"] or ALL in entry["stages"] for entry in invariants):
+    if not any(tests_of(entry, stage.name) for entry in invariants):
         yield f"{stage.name} claims no invariant in invariants.toml."
 
 

@@ -170,6 +170,24 @@ def _equal(what: str, claimed: int, found: int) -> None:
         raise Disproved(f"{what}: {found}, not {claimed}")
 
 
+def expected(claim: Claim) -> str:
+    """What the command shows where that is not plain to see; "" where it prints the words that are meant."""
+    proof = claim.proof
+    if claim.kind == "told":
+        return ""
+    if "lacks" in proof and "has" not in proof:
+        return "prints 0"
+    if proof.get("exists") is False:
+        return "prints nothing" if claim.kind == "git" else "finds no such file"
+    if "lines" in proof and not {"has", "lacks", "symbol"} & set(proof):
+        return f"prints {proof['lines']}"
+    if "files" in proof and "path" in proof:
+        return f"prints {proof['files']}"
+    sums = [f"{proof[name]:,} {name}" for name in ("added", "removed") if name in proof]
+    files = [f"{proof['files']} files"] if "files" in proof else []
+    return f"lists {', '.join(files + sums)}" if files or sums else ""
+
+
 def command(claim: Claim) -> str:
     """The command with which a reader sees it, in a clone of upstream or with ours; "" for what is told."""
     if claim.kind == "told":

@@ -19,11 +19,9 @@ from tests.stages.part4_worker.dp_helpers import (
     LAYERS,
     TWO_RANKS,
     alone,
-    check_idle,
-    entered,
+    check_plain_answers,
+    check_plain_graphs_of_one_busy_rank,
     flags,
-    gathers,
-    steps,
 )
 
 CHAIN = (3, 1, 4)
@@ -193,26 +191,13 @@ def two(zoo):
 
 
 def test_two_ranks_answer_like_one(zoo, two):
-    prompts = zoo.prompts((9, 22, 7, 14, 33), 24)
-    assert two.flush_cache()
-    results = two.generate(input_ids=prompts, sampling_params=greedy(24, 6, 24, 12, 24))
-    limits = (24, 6, 24, 12, 24)
-    assert [r["output_ids"] for r in results] == [
-        zoo.r0(p, max_new_tokens=n) for p, n in zip(prompts, limits, strict=True)
-    ]
-    check_idle(two)
+    check_plain_answers(zoo, two)
 
 
 @pytest.mark.parametrize("busy", [0, 1])
 def test_a_rank_without_requests_takes_the_graphs_of_the_other(zoo, two, busy):
     """The hang of part 2: an idle rank that ran eagerly beside one that replays would gather other rows."""
-    prompt = zoo.prompts((9,), 24)[0]
-    assert two.flush_cache()
-    since = entered(two)
-    result = two.generate(input_ids=prompt, sampling_params=greedy(24)[0], routed_dp_rank=busy)
-    assert result["output_ids"] == zoo.r0(prompt, max_new_tokens=24)
-    rows = [gathers(step) for step in steps(two, since) if step]  # the same on both ranks, or this fails
-    assert set(rows[0]) == {9} and {count for step in rows[1:] for count in step} == {1}
+    check_plain_graphs_of_one_busy_rank(zoo, two, busy)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,28 @@ def check_same(engine: Engine, one: Engine, prompts: list[list[int]], params, **
     return results
 
 
+def check_plain_answers(zoo: Zoo, engine: Engine) -> None:
+    """Without speculation, requests of several lengths on both ranks."""
+    prompts, limits = zoo.prompts(PROMPTS, 24), (24, 6, 24, 12, 24)
+    assert engine.flush_cache()
+    params = [GREEDY | {"max_new_tokens": limit} for limit in limits]
+    results = engine.generate(input_ids=prompts, sampling_params=params)
+    wanted = [zoo.r0(p, max_new_tokens=n) for p, n in zip(prompts, limits, strict=True)]
+    assert [result["output_ids"] for result in results] == wanted
+    check_idle(engine)
+
+
+def check_plain_graphs_of_one_busy_rank(zoo: Zoo, engine: Engine, busy: int) -> None:
+    """Both ranks gather the tokens of a prompt, then one row a step, though one of them has no request."""
+    prompt = zoo.prompts((9,), 24)[0]
+    assert engine.flush_cache()
+    since = entered(engine)
+    result = engine.generate(input_ids=prompt, sampling_params=GREEDY, routed_dp_rank=busy)
+    assert result["output_ids"] == zoo.r0(prompt, max_new_tokens=24)
+    rows = [gathers(step) for step in steps(engine, since) if step]  # the same on both ranks, or this fails
+    assert set(rows[0]) == {9} and {count for step in rows[1:] for count in step} == {1}
+
+
 def check_idle(engine: Engine) -> None:
     """Every slot of every rank is free or cached, and all ranks entered the same collectives."""
     for state in engine.get_server_info()["internal_states"]:

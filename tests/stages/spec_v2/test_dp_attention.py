@@ -9,7 +9,17 @@ import pytest
 
 from stages.spec_v2 import Engine
 from tests.contract.harness import Zoo
-from tests.stages.part4_worker.dp_helpers import GREEDY, PROMPTS, RUNS, TWO_RANKS, Kept, begin, run_id, told
+from tests.stages.part4_worker.dp_helpers import (
+    GREEDY,
+    LAYERS,
+    PROMPTS,
+    RUNS,
+    TWO_RANKS,
+    Kept,
+    begin,
+    run_id,
+    told,
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +85,27 @@ def test_one_rank_idle_then_the_other(zoo, two, run):
         assert engine.generate(input_ids=prompts[3], sampling_params=GREEDY, routed_dp_rank=rank)[
             "output_ids"
         ] == zoo.r0(prompts[3], max_new_tokens=24)
+    check_ranks(engine)
+
+
+def test_gathers_count_tokens_and_not_requests(zoo, two):
+    """Five requests here, one there, each in trees of eight: every gather has the rows of the five."""
+    (depth, topk, nodes), bs = (3, 2, 8), 5
+    engine = two((depth, topk, nodes), eager=True)
+    params = [GREEDY | {"ignore_eos": True}] * (bs + 1)
+    streams = [
+        begin(engine, prompt, rank, **more)
+        for prompt, rank, more in zip(zoo.prompts((*PROMPTS, 8), 24), (0,) * bs + (1,), params, strict=True)
+    ]
+    for stream in streams:
+        next(stream)
+    for _ in range(3):
+        next(streams[0])
+    log = [shape[0] for name, shape, _ in engine.scheduler._call("collectives")[0][1] if name == "all_gather"]
+    round_ = [bs * topk] * (depth - 1) + [bs * nodes] * LAYERS + [bs * (depth + 1)]
+    assert any(log[i : i + len(round_)] == round_ for i in range(len(log)))
+    for stream in streams:
+        list(stream)
     check_ranks(engine)
 
 
