@@ -198,7 +198,9 @@ def test_a_long_step_is_not_silent(monkeypatch) -> None:
     """What is said is how long it has been; when the command ends, nobody is left to say it."""
     seconds, before = threading.Event(), threading.active_count()
     monkeypatch.setattr(progress, "SILENCE", 0.001)
-    monkeypatch.setattr(progress.typer, "echo", lambda text, err: seconds.set() if text == "    0 s" else None)
+    monkeypatch.setattr(
+        progress.typer, "echo", lambda text, err: seconds.set() if text == "    0 s" else None
+    )
     with progress.progress(1) as advance:
         advance("a long one")
         assert seconds.wait(60)

@@ -326,9 +326,11 @@ def compare(
         for i, stage in enumerate(chosen, 1):
             first = rows[0] if rows else None
             which = f"stage {i} of {len(chosen)}, " if len(chosen) > 1 else ""
-            rows += compare_stage(
-                stage, given, texts, max_new_tokens, repeats, raw, lambda what, w=which: advance(w + what), first
-            )
+
+            def told(what: str, which: str = which) -> None:
+                advance(which + what)
+
+            rows += compare_stage(stage, given, texts, max_new_tokens, repeats, raw, told, first)
     console = Console(highlight=False)
     console.print(table_of(rows))
     for line in notes(rows, max_new_tokens, repeats):
