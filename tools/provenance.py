@@ -54,9 +54,12 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
 
 
 def sources_sha256(folder: Path) -> str:
-    """One hash over names and contents of a folder's Python and TOML files: the same code, the same hash."""
+    """One hash over names and contents of a folder's Python and C++ files: the same code, the same hash.
+
+    Defaults that a stage.toml gives are among the flags of a result, and all else in it is for readers.
+    """
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".toml")):
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

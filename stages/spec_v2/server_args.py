@@ -50,7 +50,7 @@ FEATURES = {
     "ngram": "n-gram drafting",
     "adaptive": "adaptive draft lengths",
     "rejection_sampling": "rejection sampling against the draft's probabilities",
-    "multi_layer_eagle": "draft models of several layers",
+    "multi_layer_eagle": "a draft module for each step",
 }
 _ALGORITHM_FEATURES = {
     "EAGLE": "eagle",

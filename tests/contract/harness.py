@@ -19,7 +19,7 @@ import torch
 from . import models
 from .models import TargetSpec
 from .probe import Probe
-from .reference import Eagle3RefHead, RefHead, RefTarget, StandaloneRefDraft, greedy
+from .reference import Eagle3RefHead, MultiLayerRefHead, RefHead, RefTarget, StandaloneRefDraft, greedy
 
 REPO = Path(__file__).resolve().parents[2]
 GAP = 1e-3  # prompts whose greedy top two ever come closer are dropped
@@ -109,6 +109,8 @@ class Zoo:
                 tensors = models.eagle3_head_tensors(spec, self.target(spec), skill=skill)
             elif spec.algorithm == "STANDALONE":
                 tensors = models.standalone_tensors(spec, self.target(spec))
+            elif spec.modules > 1:
+                tensors = models.multi_layer_tensors(spec, self.target(spec))
             else:
                 tensors = models.head_tensors(spec, self.target(spec), skill=skill, bias=bias)
             return models.write_head(self.folder / f"{spec.name}-head-{skill}-{bias}", spec, tensors)
@@ -133,6 +135,8 @@ class Zoo:
                 return Eagle3RefHead.read(folder, target)
             if spec.algorithm == "STANDALONE":
                 return StandaloneRefDraft(RefTarget(folder), target)
+            if spec.modules > 1:
+                return MultiLayerRefHead.read(folder, target, spec.modules)
             return RefHead.read(folder, target, hot=spec.hot_tokens() if spec.hot else None)
 
         return self._once(("ref_head", spec, *head.items()), make)

@@ -49,10 +49,13 @@ class TargetSpec:
     tokenizer: bool = True
     algorithm: str = "EAGLE"
     hot: int = 0
+    modules: int = 1  # heads in its draft's file, each for a step of its own
 
     @property
     def needs(self) -> set[str]:
         """Features of a stage that can draft for it."""
+        if self.modules > 1:
+            return {"multi_layer_eagle"}
         if self.algorithm != "EAGLE":
             return {self.algorithm.lower()}
         return {"token_map"} if self.hot else set()
@@ -116,6 +119,7 @@ TOY8_EAGLE3 = TargetSpec(
 )
 METHODS = (EAGLE3, TOKEN_MAP)  # beside plain EAGLE
 STANDALONE = TargetSpec(name="standalone", algorithm="STANDALONE", layers=3, seed=52)
+MULTI_LAYER = TargetSpec(name="multi_layer", modules=3, seed=60)
 TOY8_STANDALONE = replace(TOY8, name="toy8-standalone", layers=2, algorithm="STANDALONE")
 
 HEAD_TENSORS = (
@@ -259,6 +263,11 @@ def head_tensors(spec: TargetSpec, folder: Path, seed: int = 0, skill: float = 1
         hidden = target.run(tokens.tolist()).hidden
         pairs.append(torch.cat([target.embed[tokens[1:]], hidden[:-1]], dim=1))
         wanted.append(hidden[1:])
+    return _fitted_head(spec, draw, pairs, wanted, skill, bias)
+
+
+def _fitted_head(spec: TargetSpec, draw, pairs, wanted, skill: float = 1.0, bias: bool = True):
+    """A head whose fc is fitted to make `wanted` of `pairs`, lists of [rows, h] and [rows, 2h]."""
     x, y = torch.cat(pairs).double(), torch.cat(wanted).double()
     ridge = 3.0 * torch.eye(x.shape[1], dtype=torch.float64)
     fit = torch.linalg.solve(x.T @ x + ridge, x.T @ y).T.float()  # [h, 2h]
@@ -268,6 +277,26 @@ def head_tensors(spec: TargetSpec, folder: Path, seed: int = 0, skill: float = 1
     if bias:
         tensors["fc.bias"] = draw(spec.hidden, scale=0.05)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def multi_layer_tensors(spec: TargetSpec, folder: Path):
+    """Tensors by name of a head for each step: each is fitted to what the one before it makes of a text."""
+    from .reference import MultiLayerRefHead, RefHead, RefTarget
+
+    draw, target, heads, tensors = _Draw(6000 + spec.seed), RefTarget(folder), [], {}
+    texts = [torch.randint(3, spec.vocab, (96,), generator=draw.generator).tolist() for _ in range(12)]
+    for module in range(spec.modules):
+        pairs, wanted = [], []
+        for text in texts:
+            hidden, before = target.run(text).hidden, len(text) - 1 - module
+            made = MultiLayerRefHead(heads).run(text).features[-1] if heads else hidden
+            tokens = torch.tensor(text[1 + module :])
+            pairs.append(torch.cat([target.embed[tokens], made[:before]], dim=1))
+            wanted.append(hidden[1 + module :])
+        head = _fitted_head(spec, draw, pairs, wanted)
+        heads.append(RefHead(_config(spec), head, target))
+        tensors |= {f"mtp.{module}.{name}": tensor for name, tensor in head.items()}
+    return tensors
 
 
 def eagle3_head_tensors(spec: TargetSpec, folder: Path, seed: int = 0, skill: float = 1.0):
@@ -341,6 +370,8 @@ def write_head(folder: Path, spec: TargetSpec, tensors: dict[str, torch.Tensor],
     layers = 1
     if spec.algorithm == "STANDALONE":
         kind, layers = {}, spec.layers - 1
+    if spec.modules > 1:
+        kind["num_nextn_predict_layers"] = spec.modules
     content = _config(spec, num_hidden_layers=layers, tie_word_embeddings=False, **kind)
     content.update(config)
     (folder / "config.json").write_text(json.dumps(content))

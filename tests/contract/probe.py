@@ -217,7 +217,8 @@ class Probe:
     def check_draft_kv(self, ref_head, tolerance: float = 2e-4) -> None:
         """INV-DRAFTKV: position p holds what one teacher-forced pass over (token[p+1], hidden[p]) gives.
 
-        A whole model as the draft gives it over token[p], in each of its layers.
+        A whole model as the draft gives it over token[p], in each of its layers. Where each step has a head,
+        head i has read proposals in its last i rows: what they are is not settled yet.
         """
         for req in self.holders():
             tokens = req.all_token_ids()[: req.kv_len + 1]  # one less where a prompt's step is in flight
@@ -226,6 +227,8 @@ class Probe:
             want_k, want_v, _ = ref_head.teacher_forced(tokens)
             k, v = self.kv(self.draft_runner, self.slots_of(req)[: len(tokens) - 1])
             assert want_k.shape[-3] in (req.kv_len, len(req.origin_input_ids) - 1)
+            for i in range(1, len(getattr(ref_head, "heads", ()))):
+                k[i, -i:], v[i, -i:] = want_k[i, -i:], want_v[i, -i:]
             _close(k.view(want_k.shape), want_k, tolerance, f"draft K of {req.rid}")
             _close(v.view(want_v.shape), want_v, tolerance, f"draft V of {req.rid}")
 
@@ -238,13 +241,19 @@ class Probe:
             while here is not self.tree.root_node:
                 keys, values, here = [*here.key.tolist(), *keys], [here.value, *values], here.parent
             slots = np.concatenate(values)
-            tokens = [key >> 32 for key in keys] + [keys[-1] & 0xFFFFFFFF] if self.tree.is_eagle else keys
+            if hasattr(self.tree, "lookahead"):
+                tokens, ahead = [key[0] for key in keys] + keys[-1][1:], self.tree.lookahead
+            else:
+                tokens, ahead = keys, int(self.tree.is_eagle)
+                if ahead:
+                    tokens = [key >> 32 for key in keys] + [keys[-1] & 0xFFFFFFFF]
             want = ref.run(tokens[: len(slots)])
             k, v = self.kv(self.target_runner, slots)
             _close(k, want.k, tolerance, "target K in the tree")
             _close(v, want.v, tolerance, "target V in the tree")
             if ref_head is not None:
-                want_k, want_v, _ = ref_head.teacher_forced(tokens if self.tree.is_eagle else [*tokens, 0])
+                want = ref_head.teacher_forced(tokens if ahead else [*tokens, 0])[:2]
+                want_k, want_v = (part[..., : len(slots), :, :] for part in want)
                 k, v = self.kv(self.draft_runner, slots)
                 _close(k.view(want_k.shape), want_k, tolerance, "draft K in the tree")
                 _close(v.view(want_v.shape), want_v, tolerance, "draft V in the tree")

@@ -361,6 +361,70 @@ class Eagle3RefHead(RefHead):
         return self.normed(features) @ self.tensors["lm_head.weight"].T
 
 
+@dataclass
+class ModulesPass:
+    """Of each module: keys and values of all rows [L − 1, Hk, D], what it gives there [L − 1, h], and the
+    token that it proposes after the text.
+    """
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+    features: list[torch.Tensor]
+    proposals: list[int]
+
+
+class MultiLayerRefHead:
+    """A head for each step. Module i has token p + 1 + i in row p, and what module i − 1 gave there. Behind
+    the text it takes what the modules before it have proposed.
+    """
+
+    def __init__(self, heads: list[RefHead]):
+        self.heads, self.target = heads, heads[0].target
+        self._run = lru_cache(maxsize=8192)(self._all_modules)
+
+    @classmethod
+    def read(cls, folder: Path, target: RefTarget, modules: int) -> MultiLayerRefHead:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        tensors = read_tensors(folder)
+        return cls([RefHead(config, _under(tensors, f"mtp.{i}."), target) for i in range(modules)])
+
+    def run(self, tokens: list[int]) -> ModulesPass:
+        return self._run(tuple(tokens))
+
+    @torch.inference_mode()
+    def _all_modules(self, tokens: tuple[int, ...]) -> ModulesPass:
+        rows, made = range(len(tokens) - 1), ModulesPass([], [], [], [])
+        states = self.heads[0].fed(tokens)[:-1]
+        positions = torch.arange(len(rows))
+        visible = positions[:, None] >= positions[None]
+        for i, head in enumerate(self.heads):
+            text = [*tokens, *made.proposals]
+            x, residual = head.fuse(torch.tensor([text[p + 1 + i] for p in rows]), states)
+            k, v = head.layer.kv(x, positions)
+            states = head.finish(residual, head.layer.attend(x, positions, k, v, visible))
+            made.k.append(k)
+            made.v.append(v)
+            made.features.append(states)
+            made.proposals.append(int(head.propose(states[-1], 1)[1]))
+        return made
+
+    def teacher_forced(self, tokens: list[int]):
+        """Keys and values [modules, L − 1, Hk, D], and what the last module gives. Until the text goes on,
+        the last i rows of module i are over proposals.
+        """
+        made = self.run(tokens)
+        return torch.stack(made.k), torch.stack(made.v), made.features[-1]
+
+    def grow(self, tokens: list[int], steps: int, topk: int, draft_tokens: int):
+        """As RefHead.grow: a chain."""
+        assert (steps, topk, draft_tokens) == (len(self.heads), 1, len(self.heads) + 1)
+        return [tokens[-1], *self.run(tokens).proposals], list(range(-1, steps))
+
+
+def _under(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {n.removeprefix(prefix): tensor for n, tensor in tensors.items() if n.startswith(prefix)}
+
+
 class StandaloneRefDraft:
     """A whole model as the draft: nothing is cached, each node of a tree is a pass over all before it."""
 

@@ -42,6 +42,7 @@ TWICE = {
     "test_logprobs.py",
     "test_lossless.py",
     "test_methods_adaptive.py",
+    "test_methods_multi_layer.py",
     "test_methods_standalone.py",
     "test_methods_ngram.py",
     "test_metrics.py",

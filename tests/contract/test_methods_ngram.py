@@ -210,7 +210,7 @@ def test_keys_of_the_prefix_cache_are_tokens(stage, engines, zoo, echoes):
     """Without a draft's KV nothing depends on the next token, so a whole prompt but its last token hits."""
     engine = engines.get(**NGRAM)
     run(engine, [echoes[0]], {"max_new_tokens": NEW}, ref=zoo.ref())
-    assert Probe(engine).tree.is_eagle is False
+    assert Probe(engine).tree.lookahead == 0
     again = run(engine, [echoes[0]], {"max_new_tokens": NEW}, ref=zoo.ref())
     assert again.results[0]["meta_info"]["cached_tokens"] == len(echoes[0]) - 1
     assert again.tokens == truth(zoo, [echoes[0]])

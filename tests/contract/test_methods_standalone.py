@@ -70,7 +70,7 @@ def test_a_warm_prefix_drafts_like_a_cold_one(stage, engines, zoo):
     base = zoo.prompts((16,), NEW, SPEC)[0]
     for page, hits in ((1, (0, 16, 11)), (4, (0, 16, 8))):
         engine = engines.get(SPEC, tree=TREE, page_size=page)
-        assert Probe(engine).tree.is_eagle is False
+        assert Probe(engine).tree.lookahead == 0
         for prompt, hit in zip((base, [*base, 5, 9], base[:12]), hits, strict=True):
             done = check(zoo, engine, SPEC, TREE, [prompt])
             Probe(engine).check_tree_kv(zoo.ref(SPEC), zoo.ref_head(SPEC))

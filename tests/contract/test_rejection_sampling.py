@@ -12,6 +12,7 @@ from tests.contract.harness import run
 from tests.contract.probe import Probe
 from tests.contract.test_refusals import EAGLE, refused
 from tests.contract.test_sampling_law import big, check_law, draw
+from tests.contract.test_triton import GPU
 
 PROMPT = [3, 1, 4, 1, 5]
 REJECT = {"speculative_use_rejection_sampling": True}
@@ -45,6 +46,20 @@ def test_filters(stage, engines, zoo, filters):
 def test_a_head_that_knows_nothing_does_not_bend_the_law(stage, engines, zoo):
     engine = big(engines, models.TOY8, TREE, skill=0.0, **REJECT)
     check_law(zoo.ref(models.TOY8), PROMPT, draw(engine, PROMPT, {}, 1600))
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("triton")
+def test_on_a_gpu(stage, engines, zoo):
+    """Drawn and verified in graphs that were recorded, by requests that filter and one that is greedy."""
+    spec, prompt = models.TOY8, PROMPT
+    check_law(zoo.ref(spec), prompt, draw(big(engines, spec, TREE, **REJECT, **GPU), prompt, {}, 1600))
+    filters = {"temperature": 1.5, "top_k": 6, "top_p": 0.8}
+    engine = big(engines, spec, TREE, **REJECT, **GPU)
+    check_law(zoo.ref(spec), prompt, draw(engine, prompt, filters, 1600), **filters)
+    params = [{"temperature": float(i % 2), "max_new_tokens": 12} for i in range(4)]
+    done = run(engine, [prompt] * 4, params)
+    assert done.tokens[0] == done.tokens[2] == zoo.r0(prompt, spec, max_new_tokens=12)
 
 
 def test_a_draft_that_gives_no_numbers(stage, engines, zoo):

@@ -6,10 +6,11 @@ import statistics
 import pytest
 
 from tools.bench import bench_pairs
-from tools.bench.bench_pairs import Side, bootstrap, lines_of, summarise_pairs
+from tools.bench.bench_pairs import Side, pairs_path
 from tools.bench.engine_flags import parse_engine
 from tools.bench.measure import Run
-from tools.bench.stages_door import BadInput, resolve_stage
+from tools.bench.pairs_summary import bootstrap, lines_of, load_pairs, summarise_idle, summarise_pairs
+from tools.bench.stages_door import DRAFTS, BadInput, resolve_stage
 
 SPEC_V2 = resolve_stage("spec_v2")
 
@@ -42,10 +43,11 @@ def test_the_interval_holds_medians_of_resamples() -> None:
 
 def test_an_engine_in_words() -> None:
     words = "spec_v2 --speculative-algorithm EAGLE3 --page-size 4 --no-disable-cuda-graph --cuda-graph-bs 1,2"
-    assert parse_engine(words) == ("spec_v2", {
+    assert parse_engine(words) == ("spec_v2", None, {
         "speculative_algorithm": "EAGLE3", "page_size": 4, "disable_cuda_graph": False,
         "cuda_graph_bs": [1, 2],
     })  # fmt: skip
+    assert parse_engine("spec_v2 --config plain") == ("spec_v2", "plain", {})
     for text in ("", "spec_v2 --frob", "spec_v2 --page-size x", 'spec_v2 "', "a b"):
         with pytest.raises(BadInput, match="is no stage with engine flags"):
             parse_engine(text)
@@ -57,6 +59,68 @@ def test_the_other_side_has_the_same_flags_unless_it_says_so() -> None:
     plain = mine.other("spec_v2 --speculative-algorithm none").flags((4,), 16)
     assert not [name for name in plain if name.startswith("speculative")] and plain["page_size"] == 4
     assert plain["max_running_requests"] == 4 and plain["max_total_tokens"] >= 4 * (1024 + 16)
+
+
+def test_a_configuration_on_each_side(tmp_path) -> None:
+    mine = Side(SPEC_V2, {"model_path": "m", "speculative_draft_model_path": "h"}, "ngram")
+    assert mine.flags((1,), 16)["speculative_algorithm"] == "NGRAM"
+    other = mine.other("spec_v2 --config plain")
+    assert not [name for name in other.flags((1,), 16) if name.startswith("speculative")]
+    same, own = mine.other("part4_worker"), mine.other("spec_v2 --speculative-algorithm EAGLE")
+    assert (same.stage.name, same.config, own.config) == ("part4_worker", "ngram", None)
+    assert pairs_path(tmp_path, (mine, other)).name == "spec_v2-ngram-over-spec_v2-plain.json"
+    shape = mine.other("spec_v2 --config 3/1/4")
+    assert pairs_path(tmp_path, (own, shape), idle=True).name == "spec_v2-over-spec_v2-3-1-4-idle.json"
+    assert shape.flags((1,), 16)["speculative_draft_model_path"] == "h"  # which n-grams have no use for
+    with pytest.raises(BadInput, match="give shapes as --config"):
+        Side(SPEC_V2, {"speculative_num_steps": 2}, "chain").flags((1,), 16)
+
+
+def idle_pair(mine: float, other: float, round_us: float = 1000) -> dict:
+    return {"first": 0, "rounds": [9, 9], "idle_us": [mine, other], "round_us": [round_us, round_us + 300],
+            "idle_share": [mine / round_us, other / (round_us + 300)]}  # fmt: skip
+
+
+def test_what_of_the_idle_time_is_recovered() -> None:
+    found = summarise_idle([idle_pair(30, 300), idle_pair(60, 200), idle_pair(400, 200), idle_pair(20, 400)])
+    # 0.9, 0.7, -1 and 0.95: pair by pair, and longer idle is less than nothing
+    assert found["recovered"]["median"] == pytest.approx(0.8) and found["recovered"]["pairs"] == 4
+    assert found["idle_left"]["median"] == pytest.approx(0.045)
+    assert [spread["median"] for spread in found["idle_us"]] == [45, 250]
+    assert summarise_idle([idle_pair(5, 0)] * 2)["recovered"]["median"] == 0, "there was nothing to recover"
+
+
+def test_idle_time_is_compared_of_rounds_that_do_the_same(fledge, tiny_options, tmp_path) -> None:
+    path = tmp_path / "p.json"
+    words = ["bench", "spec_v2", "--against", "part4_worker", "--idle", "--config", "chain", "--batch", 2]
+    words += ["--pairs", 2, "--max-new-tokens", 9, *tiny_options]
+    done = fledge(*words, "--out", path)
+    assert done.exit_code == 0, done.output
+    data = load_pairs(path)
+    (cell,) = data["cells"]
+    assert [side["config"] for side in data["sides"]] == ["chain", "chain"] and "recovered:" in data["how"][2]
+    assert all(pair["rounds"][0] > 1 and pair["round_us"][1] > 0 for pair in cell["pairs"])
+    assert cell["summary"]["recovered"] == pytest.approx(summarise_idle(cell["pairs"])["recovered"], rel=1e-3)
+    assert lines_of(data)[1] in done.stdout and "of the idle time recovered in 2 pairs" in done.stdout
+    other = ["--against", "part4_worker --config 2/1/3", "--out", tmp_path / "q.json"]
+    bad = fledge(*words, *other)
+    assert bad.exit_code == 2 and "these are of chain 3/1/4 and chain 2/1/3" in bad.stderr
+    alone = fledge("bench", "spec_v2", "--idle", *tiny_options)
+    assert alone.exit_code == 2 and "name the other one with --against" in alone.stderr
+
+
+def test_a_draft_that_is_not_there_is_missed_before_anything_is_opened(fledge, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path))
+    for config, way in (
+        ("standalone", "fledge models distill-draft"),
+        ("eagle3", "fledge models train-head"),
+    ):
+        for more in (["--against", "spec_v2 --config plain"], ["--out", tmp_path / "r.json"]):
+            done = fledge("bench", "spec_v2", "--config", config, "--batch", 1, *more)
+            assert done.exit_code == 2 and done.stderr.startswith(f"{config} needs a draft: `{way}"), (
+                done.stderr
+            )
+            assert repr(DRAFTS[config]) in done.stderr and "Traceback" not in done.output
 
 
 def test_the_command_takes_turns(fledge, tiny_options, tmp_path, monkeypatch) -> None:
@@ -91,5 +155,5 @@ def test_the_command_takes_turns(fledge, tiny_options, tmp_path, monkeypatch) ->
     assert lines_of(data)[1] in done.stdout and "spec_v2 (EAGLE, tree 3/4/8) over part4_worker" in done.stdout
     again = fledge(*words)
     assert again.exit_code == 2 and "--fresh to throw its numbers away" in again.stderr
-    bad = fledge(*words, "--config", "plain")
+    bad = fledge(*words, "--config", "plain", "--config", "tree")
     assert bad.exit_code == 2 and "does nothing else" in bad.stderr

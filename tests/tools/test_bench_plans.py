@@ -13,12 +13,14 @@ from tools import json_files, provenance
 from tools.bench import bench, held_out
 from tools.bench.bench_plans import Asked, command_line, engine_plans, floor_plans, hf_plans, tune_plans
 from tools.bench.bench_results import Results
-from tools.bench.configurations import BATCHES, GRID, name_of, read_shape, shape_of
+from tools.bench.bench_summary import best_per_batch, summarise
+from tools.bench.configurations import BATCHES, GRID, METHODS, canonical, name_of, read_shape, shape_of
 from tools.bench.held_out import held_out_questions
 from tools.bench.prompt_sets import load_sets, waves
 from tools.bench.stages_door import resolve_stage
 from tools.models.cache import ModelError
 from tools.models.head_data import Template, Text
+from tools.provenance import REPO
 
 STAGE = resolve_stage("part4_worker")
 QUESTIONS = (load_sets()["questions"],)
@@ -113,6 +115,29 @@ def test_the_grid_is_tried_in_one_process(tiny_flags, tmp_path) -> None:
     assert [entry["name"] for entry in plan.job["sets"]] == ["questions"]
 
 
+def test_a_method_is_a_configuration(tiny_flags, tmp_path) -> None:
+    """Under its name, with its own flags over the stage's, and never the best of the shapes."""
+    wanted = asked(tiny_flags, batches=(1,))
+    wanted = Asked(resolve_stage("spec_v2"), wanted.given, (1,), QUESTIONS)
+    plans = engine_plans(wanted, results(tmp_path), ["adaptive", "ngram", "plain"])
+    assert [name for name, *_ in order(plans)][:3] == ["adaptive", "ngram", "plain"]
+    adaptive, ngram, _ = (plan.job["configurations"][0]["flags"] for plan in plans[:3])
+    assert adaptive["speculative_adaptive"] and adaptive["speculative_eagle_topk"] == 1
+    assert adaptive["speculative_algorithm"] == "EAGLE"
+    assert adaptive["speculative_draft_model_path"] == tiny_flags["speculative_draft_model_path"]
+    assert ngram["speculative_algorithm"] == "NGRAM" and "speculative_draft_model_path" not in ngram
+    assert all(canonical(name) == name for name in METHODS) and canonical("tree") == "tree 3/4/8"
+    found = results(tmp_path)
+    for name in ("ngram", "chain 3/1/4", "floor"):
+        kind = "floor" if name == "floor" else "engine"
+        process = found.begin({"kind": kind, "configuration": name, "turn": 1})
+        found.take(process, cell(1) | {"seconds": [1.0 if name == "ngram" else 2.0]})
+    assert best_per_batch(found.data, "engine") == {1: "chain 3/1/4"}
+    found.data["processes"][-1]["result"] = {"weight_bytes": {"target": 8}, "copy_bytes_per_second": [2.0]}
+    floors = {row["configuration"]: row["over_floor"] for row in summarise(found.data)}
+    assert floors["chain 3/1/4"] and floors["ngram"] is None
+
+
 def test_floor_and_hugging_face_run_once(tiny_flags, tmp_path) -> None:
     found = results(tmp_path)
     (floor,) = floor_plans(asked(tiny_flags), found)
@@ -126,19 +151,19 @@ def test_floor_and_hugging_face_run_once(tiny_flags, tmp_path) -> None:
 
 
 def test_an_engine_has_room_for_the_largest_batch_and_caches_nothing(tiny_flags) -> None:
-    flags = asked(tiny_flags, batches=(1, 64)).flags((2, 2, 4))
+    flags = asked(tiny_flags, batches=(1, 64)).flags("tree 2/2/4")
     assert (flags["max_running_requests"], flags["disable_radix_cache"]) == (64, True)
     assert flags["max_total_tokens"] >= 64 * 1024 and flags["speculative_num_draft_tokens"] == 4
-    assert "speculative_algorithm" not in asked(tiny_flags).flags(None)
+    assert "speculative_algorithm" not in asked(tiny_flags).flags("plain")
     own = tiny_flags | {"max_running_requests": 5, "disable_radix_cache": False}
-    assert asked(own).flags(None) | {"max_running_requests": 5, "disable_radix_cache": False} == asked(
-        own
-    ).flags(None)
+    flags = asked(own).flags("plain")
+    assert flags == flags | {"max_running_requests": 5, "disable_radix_cache": False}
 
 
 def test_the_command_is_kept_without_its_file() -> None:
     assert command_line(["bench", "--out", "/a/b.json", "--tune"]) == "fledge bench --tune"
-    assert command_line(["bench", "--batch", "1"]) == "fledge bench --batch 1"
+    words = ["bench", "--batch", "1", "--against", "a --config b"]
+    assert command_line(words) == "fledge bench --batch 1 --against 'a --config b'"
 
 
 def test_defaults_follow_the_flags(tiny_flags) -> None:
@@ -152,8 +177,9 @@ def test_bad_input_is_one_sentence(fledge, tiny_options, tmp_path) -> None:
     for more, sentence in (
         (["--speculative-eagle-topk", 2], "give shapes as --config steps/topk/tokens"),
         (["--enable-dp-attention"], "fledge bench looks into the engine's own process"),
-        (["--set", "riddles"], "There is no prompt set 'riddles': give questions or held-out."),
+        (["--set", "riddles"], "There is no prompt set 'riddles': give questions, held-out, code-edits."),
         (["--config", "3/1/9"], "'3/1/9' is no shape"),
+        (["--config", "ngrams"], "There is no configuration 'ngrams': give one of plain, chain, tree, ngram"),
         (["--attention-backend", "flashinfer"], "flashinfer"),
         (["--stages", "all"], "'part4_worker' and --stages all: give one of them."),
     ):
@@ -164,12 +190,19 @@ def test_bad_input_is_one_sentence(fledge, tiny_options, tmp_path) -> None:
 # prompts
 
 
-def test_both_sets_are_what_the_issue_asks_for() -> None:
+def test_the_sets_are_what_the_issues_ask_for() -> None:
     sets = load_sets()
     questions, held = sets["questions"], sets["held-out"]
     assert (len(questions.questions), questions.new_tokens, questions.ignore_eos) == (8, 256, True)
     assert (len(set(held.questions)), held.ignore_eos) == (64, False)
     assert not set(questions.questions) & set(held.questions)
+    edits = sets["code-edits"]
+    assert (len(edits.questions), edits.ignore_eos) == (8, False)
+    assert all("whole" in prompt and 24 <= len(prompt.splitlines()) <= 60 for prompt in edits.questions)
+    data = json.loads((REPO / edits.file).read_text(encoding="utf-8"))
+    # Chosen by what comes back, not by how fast that is.
+    taken = [t for t in data["tried"] if t["ended"] and t["given_back"] >= 0.95 * t["lines"]]
+    assert [t for t in data["tried"] if t["taken"]] == taken and len(taken) == 8
     assert all(
         len(prompts.sha256) == 64 and prompts.file.startswith("tools/bench/") for prompts in sets.values()
     )

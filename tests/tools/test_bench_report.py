@@ -10,6 +10,7 @@ from tools import json_files
 from tools.bench import bench_report
 from tools.bench.bench_report import DOCUMENTS, FOLDER, REACHED, render, rendered, table_of
 from tools.bench.bench_results import load
+from tools.bench.pairs_summary import load_pairs
 from tools.bench.stages_door import Stage
 from tools.provenance import REPO
 
@@ -69,7 +70,7 @@ def table(folder, name: str = "speed") -> list[list[str]]:
     text = rendered(f"<!-- bench {name} -->\nold\n<!-- /bench -->\n", folder, folder)
     assert text.startswith(f"<!-- bench {name} -->\n") and text.endswith("\n<!-- /bench -->\n")
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[word.strip() for word in line.strip("|").split(" | ")] for line in lines]
+    return [[word.strip() for word in line[2:-2].split(" | ")] for line in lines]
 
 
 def row(folder, what: str) -> list[str]:
@@ -91,7 +92,7 @@ def test_every_table_is_marked_where_it_belongs() -> None:
         for found in bench_report.BLOCK.finditer((REPO / name).read_text())
     ]
     assert names == [
-        "speed", "triton evolution 8", "triton questions", "flashinfer questions", "triton held-out",
+        "speed", "pairs", "triton evolution 8", "triton questions", "flashinfer questions", "triton held-out",
         "flashinfer held-out",
     ]  # fmt: skip
 
@@ -99,6 +100,15 @@ def test_every_table_is_marked_where_it_belongs() -> None:
 def test_committed_results_say_where_they_come_from() -> None:
     for path in FOLDER.glob("*.json"):
         if path.name == "goals.json":
+            continue
+        if "-over-" in path.name:
+            data = load_pairs(path)
+            names = [
+                side["stage"] + (f"-{side['config']}" if side["config"] else "") for side in data["sides"]
+            ]
+            assert path.stem.removesuffix("-idle") == "-over-".join(names) and "/tmp" not in path.read_text()
+            assert {"device", "versions", "how", "command"} <= set(data) and data["cells"]
+            assert len(data["commit"]) == 40 and data["dirty"] is False, f"{path}: not a clean commit"
             continue
         data = load(path)
         assert {"device", "versions", "flags", "prompt_sets", "how", "command", "sources_sha256"} <= set(data)
@@ -119,7 +129,91 @@ def test_the_bars_are_those_that_were_asked_for() -> None:
     assert set(bars) == set(REACHED)
 
 
+def test_the_bars_of_spec_v2_are_those_that_were_asked_for() -> None:
+    bars = {
+        row["id"]: (row.get("must"), row.get("goal"), row["set"], row["batches"])
+        for row in GOALS["pairs"]["rows"]
+    }
+    assert bars == {
+        "idle_recovered": (0.8, None, "questions", [1, 32, 64]),
+        "idle_left": (None, 0.03, "questions", [1, 32, 64]),
+        "eagle_over_part4": (1, "what the idle time allows", "questions", [32]),
+        "ngram_over_plain": (1.8, 3, "code-edits", [1]),
+        "eagle3_over_eagle": (1.05, 1.2, "questions", [1]),
+        "adaptive": ("within noise", 1, "questions", [1, 8, 32, 64, 128]),
+    }
+
+
 # fabricated ones
+
+
+def pairs_of(folder, name: str, prompts: str, device: str = "NVIDIA H200", **cells: dict) -> None:
+    """A file of pairs; a cell for each batch size, b1={quantity: (median, low, high)}."""
+    other = {"stage": "spec_v2", "config": name.rpartition("-")[2], "algorithm": "EAGLE", "shape": "a shape"}
+    found = [
+        {
+            "set": prompts,
+            "batch": int(batch[1:]),
+            "summary": {
+                key: dict(zip(("median", "low", "high", "pairs"), (*value, 10)[:4], strict=True))
+                for key, value in summary.items()
+            },
+        }
+        for batch, summary in cells.items()
+    ]
+    data = {"format": "fledge-pairs", "version": 1, "device": device, "driver": "580.1", "cells": found,
+            "versions": {"torch": "2.11.0", "triton": "3.6.0"}, "commit": "c0ffee" + "0" * 34,
+            "dirty": False, "sides": [other, other]}  # fmt: skip
+    json_files.write(folder / f"{name}.json", data)
+
+
+def verdict(folder, what: str) -> str:
+    (found,) = [line for line in table(folder, "pairs") if line[0] == what or line[0].startswith(what + ",")]
+    return found[3]
+
+
+def test_a_bar_is_reached_by_the_whole_interval(folder) -> None:
+    lines = table(folder, "pairs")[2:]
+    assert len(lines) == 3 + 3 + 1 + 1 + 1 + 5 and {line[3] for line in lines} == {"not measured yet"}
+    name = "spec_v2-ngram-over-spec_v2-plain"
+    for interval, words in (
+        ((2.5, 1.79, 3.2), "2.50× (1.79×–3.20×, 10 pairs): short of must"),
+        ((2.5, 1.81, 3.2), "2.50× (1.81×–3.20×, 10 pairs): must reached"),
+        ((3.1, 3.01, 3.2), "3.10× (3.01×–3.20×, 10 pairs): goal reached"),
+        ((3.1, 3.01, 3.2, 9), "3.10× (3.01×–3.20×, 9 pairs): no verdict on fewer than 10 pairs"),
+    ):
+        pairs_of(folder, name, "code-edits", b1={"ratio": interval})
+        assert verdict(folder, "NGRAM over plain") == words
+    text = rendered("<!-- bench pairs -->\n<!-- /bench -->", folder, folder)
+    assert f"[{name}.json]({name}.json): NVIDIA H200, driver 580.1, torch 2.11.0" in text
+    assert "commit c0ffee0000." in text
+    pairs_of(folder, name, "questions", b1={"ratio": (3, 3, 3)})  # another prompt set
+    assert verdict(folder, "NGRAM over plain") == "not measured yet"
+    pairs_of(folder, name, "code-edits", device="NVIDIA A100", b1={"ratio": (3, 3, 3)})
+    assert verdict(folder, "NGRAM over plain") == "not measured yet"
+
+
+def test_the_idle_time_has_a_share_and_a_rest(folder) -> None:
+    cell = {"recovered": (0.9, 0.85, 0.95), "idle_left": (0.02, 0.01, 0.031)}
+    pairs_of(folder, "spec_v2-over-part4_worker-idle", "questions", b1=cell, b32=cell | {
+        "recovered": (0.9, 0.79, 0.95), "idle_left": (0.02, 0.01, 0.029)})  # fmt: skip
+    share, left = "share of part4_worker's idle time in a round that overlap recovers", "idle share of spec"
+    assert verdict(folder, f"{share}, batch 1") == "90.0% (85.0%–95.0%, 10 pairs): must reached"
+    assert verdict(folder, f"{share}, batch 32").endswith("short of must")
+    assert verdict(folder, f"{left}_v2's round, batch 1") == "2.0% (1.0%–3.1%, 10 pairs): short of goal"
+    assert verdict(folder, f"{left}_v2's round, batch 32").endswith("goal reached")
+    assert verdict(folder, f"{left}_v2's round, batch 64") == "not measured yet"
+
+
+def test_adaptive_steps_are_held_against_the_better_of_two(folder) -> None:
+    plain, chain = (f"spec_v2-adaptive-over-spec_v2-{name}" for name in ("plain", "chain"))
+    pairs_of(folder, plain, "questions", b1={"ratio": (1.5, 1.4, 1.6)}, b8={"ratio": (0.9, 0.8, 0.99)})
+    what = "adaptive steps over the better of plain and a fixed chain, batch"
+    assert verdict(folder, f"{what} 1") == "not measured yet", "one half of it says nothing"
+    pairs_of(folder, chain, "questions", b1={"ratio": (1.0, 0.98, 1.02)}, b8={"ratio": (2, 2, 2)})
+    over = "over spec_v2 chain (EAGLE, a shape)"
+    assert verdict(folder, f"{what} 1") == f"1.00× (0.98×–1.02×, 10 pairs) {over}: must reached"
+    assert verdict(folder, f"{what} 8").endswith("over spec_v2 plain (EAGLE, a shape): short of must")
 
 
 def test_nothing_is_claimed_before_it_is_measured(folder) -> None:

@@ -73,12 +73,6 @@ HARM = [
     ("docs/data/exercises.toml", r'mutant = "idle_rank\w*"', 'mutant = "gone"', "there is no mutant 'gone'"),
     (
         "docs/data/exercises.toml",
-        r"\Z",
-        '\n[[later]]\ntitle = "Soon"\narrives = "part1_draft_model"\n',
-        "which is there: make it",
-    ),
-    (
-        "docs/data/exercises.toml",
         r"test_nothing_stays_reserved_between_steps",
         "test_gone",
         "test_gone, which does not exist",

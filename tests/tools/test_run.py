@@ -15,7 +15,7 @@ from tools.bench import engine_flags
 from tools.bench.measure import measure, model_forwards, step_phases
 from tools.bench.run import Painter, Round, accept_counts, rounds_of
 from tools.bench.stages_door import (
-    DRAFT,
+    DRAFTS,
     HEAD,
     STAGES,
     TARGET,
@@ -186,7 +186,7 @@ def test_a_seed_makes_sampling_repeatable(fledge, tiny_options) -> None:
         (["part4_worker", "--page-size", "3"], "page_size=3 is not allowed"),
         (["part4_worker", "--speculative-eagle-topk", "17"], "speculative_eagle_topk=17 is not allowed"),
         (["part4_worker", "--cuda-graph-bs", "1,x"], "--cuda-graph-bs '1,x' is not allowed"),
-        (["part4_worker", "--enable-multi-layer-eagle"], "does not have draft models of several layers"),
+        (["part4_worker", "--enable-multi-layer-eagle"], "does not have a draft module for each step"),
         (["part4_worker", "--model-path", "no-such-model"], "no model 'no-such-model'"),
         (["part4_worker", "--max-total-tokens", "8"], "pool"),
     ],
@@ -226,13 +226,18 @@ def test_defaults_come_from_the_stage_and_give_way_as_a_whole() -> None:
     assert defaults["speculative_algorithm"] == "EAGLE" and defaults["speculative_eagle_topk"] == 4
     chain = merge_flags(stage, {"speculative_eagle_topk": 1})
     assert chain["speculative_eagle_topk"] == 1 and "speculative_num_steps" not in chain
+    # What drafts chains alone is not refused for a tree that nobody asked for.
+    modules = merge_flags(stage, {"enable_multi_layer_eagle": True})
+    assert modules["speculative_draft_model_path"] == HEAD and "speculative_eagle_topk" not in modules
     assert merge_flags(stage, {"speculative_algorithm": "None"}) == {"model_path": TARGET}
     # A look-up has neither a head nor a tree's shape.
     looked_up = {"speculative_algorithm": "NGRAM", "speculative_ngram_capacity": 5}
     assert merge_flags(stage, looked_up) == {"model_path": TARGET} | looked_up
     # The default shape with a draft of another kind; one for another target is nobody's default.
     alone = {"speculative_algorithm": "STANDALONE"}
-    assert merge_flags(stage, alone) == defaults | alone | {"speculative_draft_model_path": DRAFT}
+    assert merge_flags(stage, alone) == defaults | alone | {
+        "speculative_draft_model_path": DRAFTS["standalone"]
+    }
     assert merge_flags(stage, alone | {"model_path": "other"}) == alone | {"model_path": "other"}
     mine = alone | {"speculative_draft_model_path": "mine"}
     assert merge_flags(stage, mine) == defaults | mine

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .bench_pairs import Side, lines_of, measure_pairs, pairs_path, refuse_existing
+from .bench_pairs import Side, measure_pairs, pairs_path, refuse_existing
 from .bench_plans import Asked, engine_plans, floor_plans, hf_plans, tune_plans
 from .bench_report import FOLDER, notes, render, table_of
 from .bench_results import Results, load, result_path
@@ -22,9 +22,10 @@ from .bench_runs import Plan, run_plans
 from .bench_summary import best_per_batch
 from .configurations import BATCHES
 from .engine_flags import command
+from .pairs_summary import lines_of
 from .progress import progress
-from .prompt_sets import PromptSet, load_sets
-from .stages_door import TREE_FLAGS, BadInput, Stage, all_stages, refuse_ranks, resolve_stage
+from .prompt_sets import DEFAULT_SETS, PromptSet, load_sets
+from .stages_door import BadInput, Stage, all_stages, refuse_ranks, refuse_shape, resolve_stage
 
 
 @command
@@ -38,13 +39,17 @@ def bench(
     ] = None,
     config: Annotated[
         list[str] | None,
-        typer.Option(help="plain, chain, tree, tuned, or steps/topk/tokens; repeat it. Default: all four."),
+        typer.Option(
+            help="plain, chain, tree, tuned, steps/topk/tokens, or a method: ngram, standalone, eagle3, "
+            "adaptive, multi-layer; repeat it. Default: the first four."
+        ),
     ] = None,
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Requests at once; repeat it. Default: 1 8 32 64 128.")
     ] = None,
     prompt_set: Annotated[
-        list[str] | None, typer.Option("--set", help="questions or held-out; repeat it. Default: both.")
+        list[str] | None,
+        typer.Option("--set", help="questions, held-out, code-edits; repeat it. Default: the first two."),
     ] = None,
     tune: Annotated[
         bool, typer.Option("--tune", help="Find the best shape of a listed grid for each batch size.")
@@ -56,11 +61,14 @@ def bench(
     against: Annotated[
         str | None,
         typer.Option(
-            metavar="STAGE [FLAGS]",
-            help="Measure alternated pairs with this engine instead; in quotes, its flags over the others.",
+            metavar="STAGE [--config NAME] [FLAGS]",
+            help="Measure alternated pairs with this engine instead; in quotes, what it has of its own.",
         ),
     ] = None,
     pairs: Annotated[int, typer.Option(min=2, help="How many, with --against.")] = 10,
+    idle: Annotated[
+        bool, typer.Option("--idle", help="With --against: not speed, but the device's idle time in a round.")
+    ] = False,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each cell in each process.")] = 5,
     seconds: Annotated[
         float, typer.Option(min=0, help="A cell begins no further run after so many seconds of runs.")
@@ -84,7 +92,8 @@ def bench(
 ) -> None:
     """Measure a stage: plain decoding and EAGLE, batch by batch, with everything that a number needs.
 
-    With --against two engines take turns, as their flags have them (default: the eight questions, batch 32).
+    With --against two engines take turns, as one --config or their flags have them (default: the eight
+    questions, batch 32).
     With --tune, --floor or --hf only that is measured, and configurations only where --config names them.
     Numbers are written after each cell, and the same command goes on where one was interrupted. Exit status
     1 if a configuration failed or the time ran out.
@@ -95,24 +104,24 @@ def bench(
     given = engine_flags or {}
     found = _stages(stage, stages)
     if against is not None:
-        if stages or config or tune or floor or hf or show:
-            raise BadInput("--against compares two engines as their flags have them, and does nothing else.")
-        mine = Side(found[0], given)
+        if stages or len(config or ()) > 1 or tune or floor or hf or show:
+            raise BadInput("--against compares two engines, each with one --config, and does nothing else.")
+        mine = Side(found[0], given, config[0] if config else None)
         both = (mine, mine.other(against))
         sets = _sets(prompt_set or ["questions"])
-        path = out or pairs_path(FOLDER, both)
+        path = out or pairs_path(FOLDER, both, idle)
         refuse_existing(path, fresh)
         chosen = tuple(sorted(set(batch or (32,))))
         with progress(2 + len(sets) * len(chosen)) as advance:
-            data = measure_pairs(both, sets, chosen, pairs, max_new_tokens, raw, path, advance)
+            data = measure_pairs(both, sets, chosen, pairs, max_new_tokens, raw, path, advance, idle)
         typer.echo("\n".join([*lines_of(data), f"raw numbers: {path}"]))
         return
+    if idle:
+        raise BadInput("--idle compares two engines: name the other one with --against.")
     is_special = tune or floor or hf
     if stages and (is_special or out):
         raise BadInput("--tune, --floor, --hf and --out are for one stage: name it without --stages.")
-    for name in TREE_FLAGS:
-        if name in given:
-            raise BadInput(f"--{name.replace('_', '-')}: give shapes as --config steps/topk/tokens.")
+    refuse_shape(given)
     refuse_ranks(given, "bench")
     batches, sets = tuple(sorted(set(batch or BATCHES))), _sets(prompt_set)
     targets: list[tuple[Asked, Path]] = []
@@ -204,5 +213,5 @@ def _stages(stage: str | None, stages: str | None) -> list[Stage]:
 def _sets(names: list[str] | None) -> tuple[PromptSet, ...]:
     known = load_sets()
     if unknown := [name for name in names or () if name not in known]:
-        raise BadInput(f"There is no prompt set {unknown[0]!r}: give {' or '.join(known)}.")
-    return tuple(known[name] for name in known if not names or name in names)
+        raise BadInput(f"There is no prompt set {unknown[0]!r}: give {', '.join(known)}.")
+    return tuple(known[name] for name in known if name in (names or DEFAULT_SETS))

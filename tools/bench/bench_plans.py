@@ -6,6 +6,7 @@ HOW says what a reader of the numbers must know; it stands in every result file.
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,16 +20,12 @@ from .bench_results import Results, json_like
 from .bench_runs import Plan
 from .configurations import (
     BATCHES,
-    CHAIN,
     GRID,
     PLAIN,
-    TREE,
-    Shape,
+    canonical,
     flags_of,
     grid_of,
     name_of,
-    read_shape,
-    shape_of,
     there_and_back,
 )
 from .prompt_sets import PromptSet, load_sets
@@ -76,7 +73,7 @@ class Asked:
         """The flags as an engine resolves them for plain decoding. Raises BadInput for its refusals."""
         server_args = importlib.import_module(f"{self.stage.package().__name__}.server_args")
         with refusals():
-            return server_args.ServerArgs.from_kwargs(**self.flags(None))
+            return server_args.ServerArgs.from_kwargs(**self.flags(PLAIN))
 
     @cached_property
     def own_flags(self) -> dict[str, Any]:
@@ -86,11 +83,11 @@ class Asked:
             for name, value in self.given.items()
         }
 
-    def flags(self, shape: Shape | None) -> dict[str, Any]:
+    def flags(self, name: str) -> dict[str, Any]:
         """Flags of one configuration: room for the largest batch, nothing cached; the caller's own win."""
         length = self.new_tokens or max(prompts.new_tokens for prompts in load_sets().values())
         ours = {"disable_radix_cache": True, "max_running_requests": max(self.batches)}
-        return pool_flags(flags_of(self.stage, ours | self.own_flags, shape), max(self.batches), length)
+        return pool_flags(flags_of(self.stage, ours | self.own_flags, name), max(self.batches), length)
 
     def header(self) -> dict[str, Any]:
         """What a result file says of itself."""
@@ -119,10 +116,10 @@ class Asked:
         }
         return settings | more | {"configurations": configurations}
 
-    def engine(self, shape: Shape | None, batches: Sequence[int]) -> dict[str, Any]:
+    def engine(self, name: str, batches: Sequence[int]) -> dict[str, Any]:
         """An entry of a job's configurations."""
-        flags = json_like(self.flags(shape))
-        return {"name": name_of(shape), "kind": "engine", "flags": flags, "batches": [*batches]}
+        flags = json_like(self.flags(name))
+        return {"name": name, "kind": "engine", "flags": flags, "batches": [*batches]}
 
     def configurations(self, config: Sequence[str] | None = None) -> list[str]:
         """Those asked for, or else plain, chain, tree and tuned, as far as stage and flags have them."""
@@ -136,7 +133,7 @@ class Asked:
 def command_line(words: Sequence[str]) -> str:
     """The command as it can be repeated elsewhere: where its file went is nobody's business."""
     at = words.index("--out") if "--out" in words else len(words)
-    return " ".join(["fledge", *words[:at], *words[at + 2 :]])
+    return shlex.join(["fledge", *words[:at], *words[at + 2 :]])
 
 
 def engine_plans(asked: Asked, results: Results, config: Sequence[str]) -> list[Plan]:
@@ -149,17 +146,16 @@ def engine_plans(asked: Asked, results: Results, config: Sequence[str]) -> list[
         turns[name] += 1
         lacking = results.missing_batches("engine", name, turns[name], wanted[name], names, wants_steady)
         if lacking:
-            plans.append(Plan("engine", turns[name], asked.job([asked.engine(shape_of(name), lacking)])))
+            plans.append(Plan("engine", turns[name], asked.job([asked.engine(name, lacking)])))
     return plans
 
 
 def _batches_by_name(asked: Asked, results: Results, config: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Configurations and the batch sizes to measure each at; "tuned" is whatever shape won there."""
-    shapes = {PLAIN: None, "chain": CHAIN, "tree": TREE}
     found: dict[str, tuple[int, ...]] = {}
     for word in config:
         if word != "tuned":
-            found[name_of(shapes[word] if word in shapes else read_shape(word))] = asked.batches
+            found[canonical(word)] = asked.batches
             continue
         for batch in asked.batches:
             name = results.data.get("tuned", {}).get(str(batch))
@@ -171,10 +167,10 @@ def _batches_by_name(asked: Asked, results: Results, config: Sequence[str]) -> d
 def tune_plans(asked: Asked, results: Results) -> list[Plan]:
     """One process for all shapes of the grid that still lack a batch size."""
     entries = []
-    for shape in grid_of(asked.stage, GRID):
-        lacking = results.missing_batches("tune", name_of(shape), 1, asked.batches, ["questions"], False)
+    for name in map(name_of, grid_of(asked.stage, GRID)):
+        lacking = results.missing_batches("tune", name, 1, asked.batches, ["questions"], False)
         if lacking:
-            entries.append(asked.engine(shape, lacking))
+            entries.append(asked.engine(name, lacking))
     short = {
         "sets": [asdict(load_sets()["questions"])],
         "repeat": min(asked.repeat, TUNE_REPEATS),

@@ -1,6 +1,6 @@
 """What a result file of `fledge bench` says: a table for the terminal, Markdown for the README.
 
-A document has its tables between `<!-- bench NAME -->` and `<!-- /bench -->`; NAME is "speed",
+A document has its tables between `<!-- bench NAME -->` and `<!-- /bench -->`; NAME is "speed", "pairs",
 "BACKEND SET", such as "triton questions", or "BACKEND evolution BATCH". `render` writes them from
 docs/data/bench, and a test compares.
 """
@@ -23,13 +23,13 @@ from .bench_plans import Asked
 from .bench_results import load, result_path
 from .bench_summary import best_per_batch, result_of, steady_of, summarise
 from .configurations import CHAIN, PLAIN, TREE, name_of
+from .pairs_report import pairs_table
 from .stages_door import all_stages
-from .tables import new_table, number, speed
+from .tables import NOT_YET, about_of, markdown, new_table, number, speed
 
 FOLDER = REPO / "docs" / "data" / "bench"
 DOCUMENTS = ("README.md", "docs/data/bench/README.md")
 BLOCK = re.compile(r"(<!-- bench (?P<name>[^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
-NOT_YET = "not measured yet"
 SCALED = (
     "A bar that names tokens/round scales with them, since how good the draft head is does not belong to the "
     "engine: “here” is the bar at the tokens/round that were reached."
@@ -122,6 +122,8 @@ def rendered(text: str, folder: Path = FOLDER, start: Path = REPO) -> str:
         words = found["name"].split()
         if words == ["speed"]:
             table = speed_table(folder, link)
+        elif words == ["pairs"]:
+            table = pairs_table(folder, link)
         elif words[1] == "evolution":
             table = evolution_table(folder, link, words[0], int(words[2]))
         else:
@@ -143,8 +145,8 @@ def speed_table(folder: Path, link: Callable[[Path], str]) -> str:
         reached = REACHED[row["id"]](data) if data is not None else None
         lines.append([row["what"], *_bars(row, reached)])
     if data is None:
-        return _markdown(lines)
-    return f"{_markdown(lines)}\n\n{SCALED} {_about(data)} Source: {link(path)}"
+        return markdown(lines)
+    return f"{markdown(lines)}\n\n{SCALED} {_about(data)} Source: {link(path)}"
 
 
 class Reached:
@@ -207,7 +209,7 @@ def set_table(
             if (result := result_of(data, "hf", mode)) is not None:
                 label = mode.replace("hf", "Hugging Face `generate`,")
                 lines.append([label, speed(result["tokens"] / result["seconds"]), *[""] * (len(batches) - 1)])
-    return f"{_markdown(lines)}\n\n{_about(data)} Source: {link(path)}"
+    return f"{markdown(lines)}\n\n{_about(data)} Source: {link(path)}"
 
 
 def evolution_table(folder: Path, link: Callable[[Path], str], backend: str, batch: int) -> str:
@@ -229,7 +231,7 @@ def evolution_table(folder: Path, link: Callable[[Path], str], backend: str, bat
         ]
         lines.append([stage.name, *cells, link(path)])
         about.setdefault(_about(data), []).append(stage.name)
-    return "\n\n".join([_markdown(lines), *(f"{', '.join(names)}: {text}" for text, names in about.items())])
+    return "\n\n".join([markdown(lines), *(f"{', '.join(names)}: {text}" for text, names in about.items())])
 
 
 def _cell(row: dict[str, Any] | None, with_name: bool = False) -> str:
@@ -245,8 +247,6 @@ def _cell(row: dict[str, Any] | None, with_name: bool = False) -> str:
 
 
 def _about(data: Data) -> str:
-    commits = {f"{p['commit'] or 'unknown'}"[:10] + "-dirty" * bool(p["dirty"]) for p in data["processes"]}
-    versions = data["versions"]
     engines = [p for p in data["processes"] if p["kind"] == "engine"]
     turns = Counter((p["configuration"], cell["set"], cell["batch"]) for p in engines for cell in p["cells"])
     halves = sum(count < 2 for count in turns.values())
@@ -254,15 +254,7 @@ def _about(data: Data) -> str:
     half = (
         f" {which} from one process so far; the second, in the opposite order, has not run." if halves else ""
     )
-    return (
-        f"{data['device']}, driver {data.get('driver') or 'none'}, torch {versions['torch']}, "
-        f"triton {versions.get('triton', 'none')}; commit {', '.join(sorted(commits))}.{half}"
-    )
-
-
-def _markdown(lines: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(lines[0]) - 1)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
+    return about_of(data, data["processes"]) + half
 
 
 # What the rows of goals.json ask for

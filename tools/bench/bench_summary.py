@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .configurations import PLAIN, shape_of
+from .configurations import METHODS, PLAIN, shape_of
 from .measure import Run
 from .steady import Steady
 
@@ -66,10 +66,10 @@ def result_of(data: dict[str, Any], kind: str, name: str | None = None) -> dict[
 
 
 def best_per_batch(data: dict[str, Any], kind: str) -> dict[int, str]:
-    """The configuration with the most tokens/s on the eight questions, among those that draft."""
+    """The shape with the most tokens/s on the eight questions."""
     speeds: dict[int, dict[str, float]] = defaultdict(dict)
     for (name, prompts, batch), runs in cells_of(data, kind).items():
-        if prompts == "questions" and name != PLAIN:
+        if prompts == "questions" and name != PLAIN and name not in METHODS:
             speeds[batch][name] = statistics.median(run.speed for run in runs)
     return {batch: max(named, key=named.__getitem__) for batch, named in sorted(speeds.items())}
 
@@ -78,9 +78,10 @@ def floor_seconds(data: dict[str, Any], name: str) -> float | None:
     """The least a step or round of a configuration can take: its weights, read at the copy's speed.
 
     A round reads the target once and the draft once for each of its steps (the last is the draft extend).
+    What other methods read is not known from their names: None.
     """
     floor = result_of(data, "floor")
-    if floor is None:
+    if floor is None or name in METHODS:
         return None
     sizes, shape = floor["weight_bytes"], shape_of(name)
     total = sizes["target"] + (shape[0] * sizes.get("draft", 0) if shape else 0)

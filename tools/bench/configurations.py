@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from .stages_door import TREE_FLAGS, BadInput, Stage, merge_flags, plain_flags, shape_name
+from ..models.cache import ModelError, find_model
+from ..sentences import did_you_mean
+from .stages_door import (
+    TARGET,
+    TREE_FLAGS,
+    BadInput,
+    Stage,
+    merge_flags,
+    plain_flags,
+    shape_name,
+    shapes_itself,
+)
 
 Shape = tuple[int, int, int]  # steps, topk, draft tokens
 
@@ -28,15 +38,36 @@ GRID: tuple[Shape, ...] = (
 )
 BATCHES = (1, 8, 32, 64, 128)
 PLAIN = "plain"
+SHAPES = {"chain": CHAIN, "tree": TREE}
+# Methods by name: the flags that each has over the stage's defaults. What gives way to them: `merge_flags`.
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"speculative_algorithm": "NGRAM"},
+    "standalone": {"speculative_algorithm": "STANDALONE"},
+    "eagle3": {"speculative_algorithm": "EAGLE3"},
+    "adaptive": {"speculative_adaptive": True} | dict(zip(TREE_FLAGS, CHAIN, strict=True)),
+    "multi-layer": {"enable_multi_layer_eagle": True},
+}
+WORDS = (PLAIN, *SHAPES, *METHODS)
+# How to come by a draft that is not fetched.
+_MADE_BY = {
+    "standalone": f"`fledge models distill-draft {TARGET}` makes one",
+    "eagle3": "`fledge models train-head --algorithm EAGLE3` makes one, to be given as "
+    "--speculative-draft-model-path",
+}
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """One engine to be measured: its name, its flags, and the batch sizes to measure it at."""
+def canonical(word: str) -> str:
+    """A configuration's name for the word that a command has: "chain" and "3/1/4" are "chain 3/1/4".
 
-    name: str
-    flags: dict[str, Any]
-    batches: tuple[int, ...]
+    Raises BadInput for a word that names none.
+    """
+    if word == PLAIN or word in METHODS:
+        return word
+    if word in SHAPES or "/" in word:
+        return name_of(SHAPES[word] if word in SHAPES else read_shape(word))
+    known = ", ".join(WORDS)
+    near = did_you_mean(word, WORDS)
+    raise BadInput(f"There is no configuration {word!r}: give one of {known}, or steps/topk/tokens.{near}")
 
 
 def name_of(shape: Shape | None) -> str:
@@ -60,17 +91,28 @@ def read_shape(text: str) -> Shape:
     raise BadInput(f"{text!r} is no shape: give steps/topk/tokens of a tree that exists, such as 3/1/4.")
 
 
-def flags_of(stage: Stage, given: dict[str, Any], shape: Shape | None) -> dict[str, Any]:
-    """Engine flags of a shape, or of plain decoding; `given` are the caller's own.
+def flags_of(stage: Stage, given: dict[str, Any], name: str) -> dict[str, Any]:
+    """Engine flags of the configuration called `name`; `given` are the caller's own.
 
-    Raises BadInput for a shape where the flags leave no room for speculation.
+    Raises BadInput where the flags leave no room for speculation, or a method's draft is not there.
     """
-    flags = merge_flags(stage, given)
-    if shape is None:
-        return plain_flags(flags)
+    if name == PLAIN:
+        return plain_flags(merge_flags(stage, given))
+    own = METHODS.get(name, {})
+    if name == "ngram":  # the head is for other configurations of the same command
+        given = {flag: value for flag, value in given.items() if flag != "speculative_draft_model_path"}
+    flags = merge_flags(stage, given | own)
     if flags.get("speculative_algorithm") is None:
-        raise BadInput(f"{name_of(shape)} needs a draft head for the target: --speculative-draft-model-path.")
-    return flags | _tree_flags(shape)
+        raise BadInput(f"{name} needs a draft head for the target: --speculative-draft-model-path.")
+    if name not in METHODS:
+        return flags | _tree_flags(shape_of(name))
+    draft = flags.get("speculative_draft_model_path")
+    if name in _MADE_BY and draft and "/" not in draft:  # else a folder or a hub id: the engine's matter
+        try:
+            find_model(draft)
+        except ModelError as error:
+            raise BadInput(f"{name} needs a draft: {_MADE_BY[name]}. {error}") from None
+    return flags
 
 
 def contenders(stage: Stage, given: dict[str, Any]) -> list[dict[str, Any]]:
@@ -83,7 +125,7 @@ def contenders(stage: Stage, given: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [plain_flags(flags)]
     if flags.get("speculative_algorithm") is None:
         return rows
-    if flags["speculative_algorithm"].upper() == "NGRAM" or any(name in given for name in TREE_FLAGS):
+    if flags["speculative_algorithm"].upper() == "NGRAM" or shapes_itself(given):
         return [*rows, flags]
     shapes = [CHAIN, TREE] if stage.has("tree") else [CHAIN]
     return rows + [flags | _tree_flags(shape) for shape in shapes]

@@ -61,13 +61,14 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def parse_engine(text: str) -> tuple[str, dict[str, Any]]:
-    """Stage and engine flags in words as a command has them: "spec_v2 --speculative-algorithm EAGLE".
+def parse_engine(text: str) -> tuple[str, str | None, dict[str, Any]]:
+    """Stage, configuration and engine flags in words as a command has them: "spec_v2 --config plain".
 
     Raises BadInput for what is no stage with flags.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, prog=text)
     parser.add_argument("stage")
+    parser.add_argument("--config")
     for name, kind in _flag_fields().items():
         how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
         parser.add_argument("--" + name.replace("_", "-"), dest=name, default=None, **how)
@@ -75,8 +76,8 @@ def parse_engine(text: str) -> tuple[str, dict[str, Any]]:
         values = vars(parser.parse_args(shlex.split(text)))
     except ValueError as error:  # a quotation that does not end
         parser.error(str(error))
-    stage = values.pop("stage")
-    return stage, {name: _value(name, value) for name, value in values.items() if value is not None}
+    stage, config = values.pop("stage"), values.pop("config")
+    return stage, config, {name: _value(name, value) for name, value in values.items() if value is not None}
 
 
 class _Parser(argparse.ArgumentParser):

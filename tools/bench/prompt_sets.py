@@ -1,4 +1,4 @@
-"""The prompts that `fledge bench` sends: eight chat questions past their end, 64 held-out ones to it."""
+"""The prompts that `fledge bench` sends: questions past their end or to it, and code to be given back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from ..models.cache import sha256_of
 from .stages_door import PROMPTS
 
 T = TypeVar("T")
-HELD_OUT = PROMPTS.with_name("held_out.json")
+FILES = {
+    "questions": PROMPTS,
+    "held-out": PROMPTS.with_name("held_out.json"),
+    "code-edits": PROMPTS.with_name("code_edits.json"),
+}
+DEFAULT_SETS = ("questions", "held-out")  # text that repeats itself is for methods that live on it
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,8 @@ class PromptSet:
 
 
 def load_sets() -> dict[str, PromptSet]:
-    """The two sets by name."""
-    return {name: _read(name, path) for name, path in (("questions", PROMPTS), ("held-out", HELD_OUT))}
+    """All sets by name."""
+    return {name: _read(name, path) for name, path in FILES.items()}
 
 
 def _read(name: str, path: Path) -> PromptSet:

@@ -24,8 +24,11 @@ from ..sentences import did_you_mean
 STAGES = Path(__file__).resolve().parents[2] / "stages"
 PROMPTS = Path(__file__).with_name("prompts.json")
 TARGET, HEAD = "smollm2-135m-instruct", "smollm2-135m-eagle"  # what `fledge models fetch` brings
-DRAFT = f"{TARGET}-draft"  # where `fledge models distill-draft` puts one
+# Drafts of other methods: where `fledge models distill-draft` puts one, and the name of an EAGLE-3 head.
+DRAFTS = {"standalone": f"{TARGET}-draft", "eagle3": "smollm2-135m-eagle3"}
 TREE_FLAGS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+# What drafts chains alone, so that a tree as the default would be refused.
+CHAIN_FLAGS = ("enable_multi_layer_eagle", "speculative_adaptive", "speculative_use_rejection_sampling")
 
 
 class BadInput(Exception):
@@ -121,24 +124,29 @@ def _read(path: Path) -> Stage:
 def merge_flags(stage: Stage, given: dict[str, Any]) -> dict[str, Any]:
     """The stage's default flags with the given ones over them, as keywords for `Engine`.
 
-    Four defaults give way as a whole: the tree's shape as soon as one of its numbers is given (the engine
-    derives the rest), all of speculation under `speculative_algorithm` "none" and under "NGRAM", which has no
-    draft model, and all of speculation where another target is given without a head for it. STANDALONE has
-    another draft.
+    Four defaults give way as a whole: the tree's shape as soon as one of its numbers is given, or a flag
+    that drafts chains (the engine derives the rest), all of speculation under `speculative_algorithm` "none"
+    and under "NGRAM", which has no draft model, and all of speculation where another target is given without
+    a head for it. STANDALONE and EAGLE3 have other drafts.
     """
     defaults, given = stage.default_flags(), dict(given)
     algorithm = given.get("speculative_algorithm", "").lower()
     is_off, asks_nobody = algorithm == "none", algorithm == "ngram"
     if is_off:
         del given["speculative_algorithm"]
-    if algorithm == "standalone":
-        defaults["speculative_draft_model_path"] = DRAFT
+    if algorithm in DRAFTS:
+        defaults["speculative_draft_model_path"] = DRAFTS[algorithm]
     has_no_head = "model_path" in given and "speculative_draft_model_path" not in given
     if is_off or asks_nobody or has_no_head:
         defaults = plain_flags(defaults)
-    if any(name in given for name in TREE_FLAGS):
+    if shapes_itself(given):
         defaults = {name: value for name, value in defaults.items() if name not in TREE_FLAGS}
     return defaults | given
+
+
+def shapes_itself(given: dict[str, Any]) -> bool:
+    """Whether flags say something of the shape of what is drafted."""
+    return any(name in given for name in TREE_FLAGS) or any(given.get(name) for name in CHAIN_FLAGS)
 
 
 def plain_flags(flags: dict[str, Any]) -> dict[str, Any]:
@@ -184,6 +192,13 @@ def refuse_ranks(flags: dict[str, Any], command: str) -> None:
         raise BadInput(
             f"fledge {command} looks into the engine's own process: no --enable-dp-attention here."
         )
+
+
+def refuse_shape(flags: dict[str, Any]) -> None:
+    """Raise BadInput for a number of a tree's shape beside a configuration, which has its own."""
+    for name in TREE_FLAGS:
+        if name in flags:
+            raise BadInput(f"--{name.replace('_', '-')}: give shapes as --config steps/topk/tokens.")
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[str], raw: bool) -> list[list[int]]:

@@ -8,17 +8,21 @@ from typing import Any
 def cache_nodes(tree_cache: Any) -> list[dict[str, Any]]:
     """The edges of a radix tree, parents first, each with the position of its parent in this list (-1: root).
 
-    `tokens` are those of its positions. Under EAGLE a key is a pair: `next` is the token behind the last one,
-    which the pair fixes too; else it is None. `users` counts requests that protect the edge from eviction.
+    `tokens` are those of its positions. Under EAGLE a key is a pair, or more tokens: `next` is the token
+    behind the last one, which the key fixes too; else it is None. `users` counts requests that protect the
+    edge from eviction.
     """
     is_pairs = getattr(tree_cache, "is_eagle", False)  # before the scheduler speculates there are none
     found: list[dict[str, Any]] = []
     waiting = [(child, -1) for child in tree_cache.root_node.children.values()]
     while waiting:
         node, parent = waiting.pop(0)
-        keys = [int(key) for key in node.key]
-        tokens = [key >> 32 for key in keys] if is_pairs else keys
-        behind = keys[-1] & 0xFFFFFFFF if is_pairs else None
+        keys = node.key.tolist()
+        if hasattr(tree_cache, "lookahead"):
+            tokens, behind = [key[0] for key in keys], next(iter(keys[-1][1:]), None)
+        else:
+            tokens = [key >> 32 for key in keys] if is_pairs else keys
+            behind = keys[-1] & 0xFFFFFFFF if is_pairs else None
         found.append(
             {
                 "parent": parent,

@@ -11,11 +11,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..bench.bench_report import NOT_YET, evolution_table, set_table, speed_table
+from ..bench.bench_report import evolution_table, set_table, speed_table
 from ..bench.bench_results import load, result_path
 from ..bench.bench_summary import best_per_batch, summarise
 from ..bench.configurations import PLAIN
-from ..bench.tables import speed
+from ..bench.pairs_report import pairs_table
+from ..bench.tables import NOT_YET, speed
 from .page import SNIPPETS, Problem, read_toml, table
 from .stages import ORDER, title_of
 
@@ -44,6 +45,7 @@ def files(repo: Path) -> dict[str, str]:
     for backend in BACKENDS:
         for prompts in SETS:
             found[f"{backend}-{prompts}"] = set_table(folder, source, backend, prompts)
+    found["pairs"] = pairs_table(folder, source)
     found["optimisations"] = optimisations(repo, folder)
     found["peer"] = peer(repo)
     return {f"{SNIPPETS}/bench/{name}.md": text for name, text in found.items()}

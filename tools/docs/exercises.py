@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..bench.stages_door import BadInput
-from ..exercises.mend import read_exercises, read_later
+from ..exercises.mend import read_exercises
 from ..exercises.questions import QUIZ, Question, read_questions
 from ..provenance import REPO
 from .page import SNIPPETS, Problem, table
@@ -15,7 +15,7 @@ def files(repo: Path) -> dict[str, str]:
     """quiz.md: every question, under the page it belongs to; exercises.md: what there is to mend."""
     try:
         questions = read_questions(repo / QUIZ.relative_to(REPO))
-        exercises, later = read_exercises(repo), read_later(repo)
+        exercises = read_exercises(repo)
     except BadInput as error:
         raise Problem(str(error)) from None
     parts = [
@@ -27,7 +27,6 @@ def files(repo: Path) -> dict[str, str]:
         own = [question for question in questions if question.page == page]
         parts.append(f"### {_title(repo, page)}\n\n" + "\n".join(map(asked, own)))
     rows = [[f"`{x.id}`", f"`{x.stage}`", x.title] for x in exercises]
-    rows += [["", f"arrives with `{x.arrives}`", x.title] for x in later]
     return {
         f"{SNIPPETS}/quiz.md": "\n".join(parts),
         f"{SNIPPETS}/exercises.md": table(["exercise", "stage", "what is seen"], rows),

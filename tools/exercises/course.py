@@ -22,12 +22,12 @@ from ..docs.page import Problem
 from ..docs.stages import ALL, check_test, read_invariants
 from ..provenance import REPO
 from ..stages.mutants import AT_A_TIME, LIMIT, copy_repo, failing
-from ..stages.story import ORDER, read_story, verb
+from ..stages.story import read_story, verb
 from ..upstream.history import UpstreamError
 from ..upstream.ledger import LedgerHistory
 from ..upstream.named import source_map
 from ..upstream.verbs import aside, say
-from .mend import Exercise, put_in, read_exercises, read_later
+from .mend import Exercise, put_in, read_exercises
 from .questions import QUIZ, Question, read_questions
 from .red import run_tests
 from .rules import NoAnswer, recompute
@@ -72,7 +72,7 @@ def holes(repo: Path) -> list[str]:
     return [
         *found,
         *_of_quiz(repo, questions, ledger),
-        *_of_exercises(repo, exercises, ledger, {stage.name for stage in stages}),
+        *_of_exercises(repo, exercises, ledger),
         *_of_pages(repo),
         *_of_coverage(repo),
     ]
@@ -123,9 +123,7 @@ def _of_quiz(repo: Path, questions: list[Question], ledger: LedgerHistory) -> It
             yield f"The question {question.id} is not answered by the ledger: {error}"
 
 
-def _of_exercises(
-    repo: Path, exercises: list[Exercise], ledger: LedgerHistory, stages: set[str]
-) -> Iterator[str]:
+def _of_exercises(repo: Path, exercises: list[Exercise], ledger: LedgerHistory) -> Iterator[str]:
     if len(exercises) < EXERCISES:
         yield f"There are {len(exercises)} exercises, not {EXERCISES}."
     for exercise in exercises:
@@ -142,11 +140,6 @@ def _of_exercises(
                 check_test(repo, exercise.id, test.partition("[")[0])
             except Problem:
                 yield f"The exercise {exercise.id} names {test}, which does not exist."
-    for later in read_later(repo):
-        if later.arrives in stages:
-            yield f"The exercise {later.title!r} waits for {later.arrives}, which is there: make it."
-        if later.arrives not in ORDER:
-            yield f"The exercise {later.title!r} waits for {later.arrives!r}, which is no stage."
 
 
 def _misfit(repo: Path, exercise: Exercise) -> str | None:

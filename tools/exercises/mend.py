@@ -12,9 +12,6 @@
     commit = "…"                    # where the mutant names none: the upstream commit that is the lesson
     wrong = { file = "…", given = "…", yours = "…" }    # a mend that must not pass: text put for other text
 
-    [[later]]                       # what cannot be had yet
-    title, arrives                  # arrives: the stage that brings it
-
 A scratch copy is a whole stage. In its folder `.exercise` stand the stage as it was given, and what the
 reader has tried.
 """
@@ -81,14 +78,6 @@ class Exercise:
         return self.mutant.stage
 
 
-@dataclass(frozen=True)
-class Later:
-    """An exercise that waits for a stage."""
-
-    title: str
-    arrives: str
-
-
 def read_exercises(repo: Path = REPO) -> list[Exercise]:
     """Every exercise, in the order of the stages. Raises BadInput, naming it, for one that is malformed."""
     found = [_exercise(repo, entry) for entry in _table(repo).get("exercise", [])]
@@ -96,11 +85,6 @@ def read_exercises(repo: Path = REPO) -> list[Exercise]:
     if twice := {name for name in ids if ids.count(name) > 1}:
         raise BadInput(f"exercises.toml: the id {min(twice)!r} is used twice.")
     return sorted(found, key=lambda exercise: ORDER.index(exercise.stage))
-
-
-def read_later(repo: Path = REPO) -> list[Later]:
-    """What waits for a stage that is not there."""
-    return [Later(**entry) for entry in _table(repo).get("later", [])]
 
 
 def find_exercise(exercises: list[Exercise], name: str) -> Exercise:

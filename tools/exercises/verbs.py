@@ -23,7 +23,6 @@ from .mend import (
     find_exercise,
     keep,
     read_exercises,
-    read_later,
     solution,
 )
 from .red import Red, run_tests
@@ -48,8 +47,6 @@ def list_exercises() -> None:
         for exercise in exercises:
             if exercise.stage == stage:
                 say(f"  {exercise.id:<{width}}  {_state(exercise):<11}  {exercise.title}")
-    for later in read_later():
-        say(f"{later.arrives}, not yet there\n  {'':<{width}}  {'':<11}  {later.title}")
     aside("Begin with: fledge exercise start NAME")
 
 

@@ -37,7 +37,7 @@ def check_speculation(values: dict[str, Any], given: dict[str, Any], plugins: Ma
     algorithm = values["speculative_algorithm"]
     if algorithm is None:
         for name in given:
-            if name.startswith("speculative_"):
+            if name.startswith("speculative_") or name == "enable_multi_layer_eagle":
                 wanted = "NGRAM" if "_ngram_" in name else "EAGLE"
                 raise ValueError(
                     f"{name}={given[name]!r} needs a speculative_algorithm; add "
@@ -63,6 +63,7 @@ def check_speculation(values: dict[str, Any], given: dict[str, Any], plugins: Ma
         _check_ngram(algorithm, values, given)
         _check_rejection_sampling(algorithm, values)
         _check_adaptive(algorithm, values)
+        _check_multi_layer(algorithm, values)
     if values["speculative_token_map"] is not None and algorithm not in (None, "EAGLE", "NEXTN"):
         raise ValueError(
             f"speculative_token_map={values['speculative_token_map']!r} cuts down the LM head that EAGLE's "
@@ -118,6 +119,27 @@ def _check_adaptive(algorithm: str | None, values: dict[str, Any]) -> None:
             raise ValueError(f"{flag} does not go with {name}, for {why}; {also}; leave one of them out.")
 
 
+def _check_multi_layer(algorithm: str | None, values: dict[str, Any]) -> None:
+    """One module proposes one token, and the next goes on from that."""
+    flag = "enable_multi_layer_eagle=True"
+    if algorithm is None or not values["enable_multi_layer_eagle"]:
+        return
+    if algorithm not in _EAGLE:
+        raise ValueError(
+            f"{flag} is for EAGLE, EAGLE3 and NEXTN, and not for {algorithm}; upstream would ignore the flag "
+            "there; leave it out."
+        )
+    if values["speculative_eagle_topk"] not in (None, 1):
+        raise ValueError(
+            f"{flag} drafts chains, a token for each module, and speculative_eagle_topk="
+            f"{values['speculative_eagle_topk']} asks for trees; set it to 1 or leave one of them out."
+        )
+    if values["enable_dp_attention"]:
+        raise ValueError(
+            f"{flag} does not run under enable_dp_attention here; upstream's does; leave one of them out."
+        )
+
+
 def _check_ngram(algorithm: str | None, values: dict[str, Any], given: dict[str, Any]) -> None:
     """The flags of NGRAM with another algorithm, and other algorithms' with NGRAM."""
     strange = _NOT_FOR_NGRAM if algorithm == "NGRAM" else [name for name in given if "_ngram_" in name]
@@ -141,12 +163,12 @@ def resolve_speculation(
     """Fill in steps, topk and draft tokens, and refuse numbers that no tree can have.
 
     None given: (5, 4, 8), the values that v0.4.6 chooses by itself; (5, 1, 6) in a stage without trees;
-    (3, 1, 4) for STANDALONE, whose draft is a whole model; a chain of the middle one of all candidates where
-    steps are adaptive. Some given: topk is 4 (1 without trees), or the
-    next larger one that gives enough nodes; steps is 5, or fewer where draft_tokens - 1 levels are enough, or
-    the first larger one that gives enough nodes; draft_tokens is 8 at most, and steps + 1 for a chain. A
-    chain (topk 1), which rejection sampling asks for, has exactly steps + 1 nodes. NGRAM has draft tokens
-    alone, by default 12. Adaptive steps begin with a candidate.
+    (3, 1, 4) for STANDALONE, whose draft is a whole model, and where each step has a module of its own; a
+    chain of the middle one of all candidates where steps are adaptive. Some given: topk is 4 (1 without
+    trees), or the next larger one that gives enough nodes; steps is 5, or fewer where draft_tokens - 1 levels
+    are enough, or the first larger one that gives enough nodes; draft_tokens is 8 at most, and steps + 1 for
+    a chain. A chain (topk 1), which rejection sampling asks for too, has exactly steps + 1 nodes. NGRAM has
+    draft tokens alone, by default 12. Adaptive steps begin with a candidate.
     """
     algorithm = values["speculative_algorithm"]
     if algorithm == "NGRAM" and values["speculative_num_draft_tokens"] is None:
@@ -156,9 +178,10 @@ def resolve_speculation(
     if algorithm == "NEXTN":
         values["speculative_algorithm"] = "EAGLE"
     steps, topk, nodes = (values[name] for name in _TREE_FLAGS)
-    if algorithm == "STANDALONE" and steps is topk is nodes is None:
+    has_modules = values["enable_multi_layer_eagle"]
+    if (algorithm == "STANDALONE" or has_modules) and steps is topk is nodes is None:
         steps, topk = 3, 1
-    if values["speculative_use_rejection_sampling"] or values["speculative_adaptive"]:
+    if values["speculative_use_rejection_sampling"] or values["speculative_adaptive"] or has_modules:
         topk = 1
     if values["speculative_adaptive"]:
         config = read_adaptive_config(values["speculative_adaptive_config"], MAX_DRAFT_TOKENS - 1)
@@ -190,6 +213,11 @@ def resolve_speculation(
         raise ValueError(
             f"A chain (topk 1) has exactly steps + 1 draft tokens, and {numbers} contradicts that; set "
             f"speculative_num_draft_tokens={steps + 1} or leave it out."
+        )
+    if has_modules and 0 < (values["chunked_prefill_size"] or 0) < steps:
+        raise ValueError(
+            f"chunked_prefill_size={values['chunked_prefill_size']} is less than the {steps} tokens that "
+            "enable_multi_layer_eagle reads ahead; raise it, or lower speculative_num_steps."
         )
     if values["speculative_adaptive"] and steps not in candidates:
         raise ValueError(

@@ -45,6 +45,8 @@ class ModelConfig:
     # EAGLE-3 heads only: rows of their own LM head, and the target's layers that they read, where named
     draft_vocab_size: int
     aux_layer_ids: tuple[int, ...] | None
+    num_nextn_predict_layers: int  # draft modules in the file, each for a step of its own
+    is_multi_layer_eagle: bool = False  # run as such; num_hidden_layers then counts the steps
 
     @classmethod
     def from_path(
@@ -124,9 +126,10 @@ class ModelConfig:
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
             eos_token_ids=frozenset(t for t in eos if t < raw["vocab_size"]),
             torch_dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32"),
-            fc_bias=raw["bias"] if "bias" in raw else _has_tensor(path, "fc.bias"),
+            fc_bias=raw["bias"] if "bias" in raw else _has_tensor(path, "fc.bias", "mtp.0.fc.bias"),
             draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
             aux_layer_ids=tuple(ids) if (ids := _aux_layer_ids(raw)) is not None else None,
+            num_nextn_predict_layers=raw.get("num_nextn_predict_layers") or 1,
         )
 
     @property
@@ -140,11 +143,13 @@ class ModelConfig:
         )
 
 
-def draft_config(path: str, target: ModelConfig, algorithm: str) -> ModelConfig:
-    """A draft's config, read as its target needs it.
+def draft_config(
+    path: str, target: ModelConfig, algorithm: str, num_modules: int | None = None
+) -> ModelConfig:
+    """A draft's config, read as its target needs it; with `num_modules` it drafts with one for each step.
 
     Raises:
-        ValueError: the draft was made for another target, or is none of `algorithm`.
+        ValueError: the draft was made for another target, or is none of `algorithm`, or has other modules.
     """
     config = ModelConfig.from_path(path, target.context_len, is_draft_model=True)
     if config.architecture != DRAFT_ARCHITECTURES[algorithm]:
@@ -165,7 +170,20 @@ def draft_config(path: str, target: ModelConfig, algorithm: str) -> ModelConfig:
                 f"the draft head {config.path} has {what} {own}, the target {target.path} {wanted}: "
                 "a head works only with the target it was trained for"
             )
-    return replace(config, torch_dtype=target.torch_dtype)
+    if (own := config.num_nextn_predict_layers) not in (1, num_modules):
+        raise ValueError(
+            f"{config.path} has {own} modules, each for a step of its own: set enable_multi_layer_eagle and "
+            f"speculative_num_steps={own}"
+        )
+    if num_modules is None:
+        return replace(config, torch_dtype=target.torch_dtype)
+    if config.num_hidden_layers != 1:
+        raise ValueError(
+            f"{config.path} has {config.num_hidden_layers} layers, and a module for one step has one: "
+            "leave enable_multi_layer_eagle out"
+        )
+    modules = {"num_hidden_layers": num_modules, "is_multi_layer_eagle": True}
+    return replace(config, torch_dtype=target.torch_dtype, **modules)
 
 
 def _check_vocabulary(draft: ModelConfig, target: ModelConfig) -> None:
@@ -213,9 +231,10 @@ def open_weights(file: Path, device: Any = "cpu") -> Any:
         raise ValueError(f"{file} is damaged ({error}): fetch or convert it again") from error
 
 
-def _has_tensor(path: Path, name: str) -> bool:
+def _has_tensor(path: Path, *names: str) -> bool:
+    """Whether a file of the folder has one of `names`."""
     for file in path.glob("*.safetensors"):
         with open_weights(file) as weights:
-            if name in weights.keys():  # noqa: SIM118 - a safetensors handle is not a dict
+            if not set(names).isdisjoint(weights.keys()):
                 return True
     return False

@@ -142,10 +142,17 @@ class DecodeStep:
         return cls(req_pool_indices, seq_lens, positions, tokens, seq_lens_cpu, global_step)
 
     def moved(self, entries: int) -> DecodeStep:
-        """The same requests with S that much larger, as a model has it that is ahead of the target."""
+        """The same requests with S that much larger, as a model has it that is ahead of the target.
+
+        Or smaller, but not below 0, as it is for one that runs over some of its past again.
+        """
         if not entries:
             return self
-        return replace(self, seq_lens=self.seq_lens + entries, seq_lens_cpu=self.planned(entries))
+        seq_lens, seq_lens_cpu = self.seq_lens + entries, self.planned(entries)
+        if entries < 0:
+            seq_lens = seq_lens.clamp(min=0)
+            seq_lens_cpu = None if seq_lens_cpu is None else seq_lens_cpu.clip(0)
+        return replace(self, seq_lens=seq_lens, seq_lens_cpu=seq_lens_cpu)
 
     def planned(self, entries: int) -> np.ndarray | None:
         """ForwardBatch.seq_lens_cpu where every request gets `entries` more than S."""

@@ -174,13 +174,6 @@ class Req:
         """Tokens to extend over before decoding: the prompt, or all but the last of a resumed request."""
         return len(self.origin_input_ids) + max(len(self.output_ids) - 1, 0)
 
-    def known_next_token(self, extend_end: int) -> int:
-        """The token at position `extend_end` if it need not be sampled, else −1."""
-        index = extend_end - len(self.origin_input_ids)  # in the output, where a resumed request's chunks end
-        if index < 0:
-            return self.origin_input_ids[extend_end]
-        return self.output_ids[index] if index < len(self.output_ids) else -1
-
     def take(self, result: GenerationBatchResult, row: int) -> int:
         """Take this request's tokens of a step up to the one that ends it; returns how many were kept."""
         if not result.is_finite[row]:
@@ -255,7 +248,8 @@ class ModelWorkerBatch:
     seq_lens: np.ndarray | None  # [bs] KV entries after the step
     out_cache_loc: np.ndarray | None  # [rows]
     output_positions: np.ndarray | None  # [bs] index of the output token that this step samples
-    known_next_tokens: np.ndarray | None  # [bs] the token behind the last row where it is known, else −1
+    # [bs, any] the tokens behind the last row where they are known, else −1
+    known_next_tokens: np.ndarray | None
     sampling_info: SamplingBatchInfo
     capture_hidden_mode: CaptureHiddenMode
     return_hidden_states: bool
@@ -427,7 +421,10 @@ class ScheduleBatch:
             input_ids = np.concatenate(
                 [np.array(i[p:e]) for i, p, e in zip(ids, self.prefix_lens, self.seq_lens, strict=True)]
             )
-            known = np.array([r.known_next_token(r.extend_end) for r in self.reqs], dtype=np.int64)
+            known = np.full((len(ids), max(1, self.tree_cache.lookahead)), -1, dtype=np.int64)
+            for row, i, end in zip(known, ids, self.seq_lens, strict=True):
+                behind = i[end : end + len(row)]  # of the prompt, and of the output of a request that resumes
+                row[: len(behind)] = behind
             output_positions = np.array([len(r.output_ids) for r in self.reqs], dtype=np.int64)
         self.input_logprobs = self._input_logprob_rows() if extend else None
         needs_hidden = self.return_hidden_states

@@ -25,6 +25,7 @@ class PrefillAdder:
         extend_reserve: int,
     ):
         self.tree_cache = running_batch.tree_cache
+        self.lookahead = self.tree_cache.lookahead
         self.allocator = running_batch.token_to_kv_pool_allocator
         self.new_token_ratio = new_token_ratio
         self.rem_input_tokens = max_prefill_tokens
@@ -38,7 +39,7 @@ class PrefillAdder:
     def add_chunked_req(self, req: Req) -> bool:
         """Continue a prompt whose earlier chunks have run, before new requests; False if the pool is full."""
         req.init_next_chunk()
-        chunk_end = min(req.extend_end, req.kv_len + self.rem_chunk_tokens) + self.extend_reserve
+        chunk_end = req.kv_len + self._chunk(req) + self.extend_reserve
         need = self.allocator.new_slots(np.array([req.kv_len]), np.array([chunk_end]))
         if need > self.allocator.available_size() + self.tree_cache.evictable_size():
             return False
@@ -53,6 +54,8 @@ class PrefillAdder:
         extend = req.extend_end - req.kv_len
         if self.can_run_list and self.rem_chunk_tokens is None and extend > self.rem_input_tokens:
             return False
+        if self._chunk(req) == 0:
+            return False
         # Lock first: what this request reuses is no longer room that eviction could make.
         self.tree_cache.inc_lock_ref(req.last_node)
         if not self._has_room(req):
@@ -61,14 +64,24 @@ class PrefillAdder:
         self._add(req)
         return True
 
-    def _add(self, req: Req) -> None:
+    def _chunk(self, req: Req) -> int:
+        """How many of a request's tokens this prefill takes; 0 if it has to wait for the next.
+
+        What a draft reads behind a chunk has to be there: if not all tokens are taken, `lookahead` are left.
+        """
         extend = req.extend_end - req.kv_len
+        if self.rem_chunk_tokens is None or extend <= self.rem_chunk_tokens:
+            return extend
+        return max(min(self.rem_chunk_tokens, extend - self.lookahead), 0)
+
+    def _add(self, req: Req) -> None:
+        extend = self._chunk(req)
         if self.rem_chunk_tokens is not None:
-            if extend > self.rem_chunk_tokens:
-                req.extend_end = req.kv_len + self.rem_chunk_tokens
-                extend = self.rem_chunk_tokens
-                self.new_chunked_req = req
             self.rem_chunk_tokens -= extend
+            if req.kv_len + extend < req.extend_end:
+                req.extend_end = req.kv_len + extend
+                self.new_chunked_req = req
+                self.rem_chunk_tokens = 0  # one prompt at a time
         self.rem_input_tokens -= extend
         self.promised += self._new_slots(req) + self._future_tokens(req)
         self.can_run_list.append(req)

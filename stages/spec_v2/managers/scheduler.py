@@ -94,7 +94,7 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
             self.req_to_token_pool,
             self.token_to_kv_pool_allocator,
             args.page_size,
-            is_eagle=self.spec_algorithm.is_eagle(),
+            self.model_worker.kv_lookahead(),
             disable=args.disable_radix_cache,
         )
 

@@ -64,6 +64,10 @@ class TpModelWorker:
         """The positions behind a prompt that its prefill writes."""
         return 0
 
+    def kv_lookahead(self) -> int:
+        """How many tokens behind its own the KV of a position depends on."""
+        return 0
+
     def activate_step_by_batch(self, batch_size: int) -> TpModelWorker:
         """Who runs the decode step that is launched next, over `batch_size` requests."""
         return self
@@ -144,7 +148,9 @@ class TpModelWorker:
         forward_batch.hidden_states = output.hidden_states
         if batch.return_hidden_states:
             output.hidden_states = forward_batch.last_hidden_states()
-        return self.sample(batch, output, forward_batch.output_positions, forward_batch.known_next_tokens)
+        return self.sample(
+            batch, output, forward_batch.output_positions, forward_batch.known_next_tokens[:, 0]
+        )
 
     def sample(
         self,

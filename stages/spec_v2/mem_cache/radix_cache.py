@@ -2,7 +2,8 @@
 
 Restates sglang/srt/mem_cache/radix_cache.py. Under EAGLE a key is a run of token *pairs*: the draft's KV
 at position p was computed from token p+1 too, so two prompts that part after p share the target's entry
-but not the draft's (upstream keyed by single tokens until #10846). Keys and values are host arrays.
+but not the draft's (upstream keyed by single tokens until #10846). A draft with k modules reads k tokens
+further, and has runs of as many more (upstream: pairs). Keys and values are host arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _clock = itertools.count()
 
 @dataclass(eq=False)
 class TreeNode:
-    """One edge of the tree: `key` and `value` [n] (token or pair, slot), n a multiple of the page size."""
+    """One edge of the tree: `key` [n, 1 + lookahead] (a token, and those behind it that its entry depends on)
+    and `value` [n] (its slot), n a multiple of the page size.
+    """
 
     parent: TreeNode | None = None
     key: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -50,13 +53,13 @@ class RadixCache:
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool_allocator: TokenToKVPoolAllocator,
         page_size: int,
-        is_eagle: bool,
+        lookahead: int,
         disable: bool = False,
     ):
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
         self.page_size = page_size
-        self.is_eagle = is_eagle
+        self.lookahead = lookahead
         self.disable = disable
         self.reset()
 
@@ -72,15 +75,15 @@ class RadixCache:
         return self.protected_size_
 
     def make_key(self, token_ids: list[int], n: int) -> np.ndarray:
-        """Key of the first n KV entries, cut to whole pages. Under EAGLE it takes n + 1 tokens.
+        """Key of the first n KV entries, cut to whole pages. It takes n + `lookahead` tokens.
 
         Where the step in flight is the prompt's last, the token behind it is not known yet.
         """
-        n = min(n, len(token_ids) - self.is_eagle) // self.page_size * self.page_size
-        if not self.is_eagle:
-            return np.array(token_ids[:n], dtype=np.int64)
-        ids = np.array(token_ids[: n + 1], dtype=np.int64)
-        return ids[:-1] << 32 | ids[1:]
+        n = max(min(n, len(token_ids) - self.lookahead), 0) // self.page_size * self.page_size
+        ids = np.array(token_ids[: n + self.lookahead], dtype=np.int64)
+        if not n:
+            return np.empty((0, 1 + self.lookahead), np.int64)
+        return np.lib.stride_tricks.sliding_window_view(ids, 1 + self.lookahead)
 
     def match_prefix(self, token_ids: list[int], n: int) -> MatchResult:
         """Longest cached run among the first n KV entries of `token_ids`."""
@@ -188,7 +191,7 @@ class RadixCache:
 
     def _match_len(self, a: np.ndarray, b: np.ndarray) -> int:
         n = min(len(a), len(b))
-        differ = np.flatnonzero(a[:n] != b[:n])
+        differ = np.flatnonzero((a[:n] != b[:n]).any(1))
         n = int(differ[0]) if len(differ) else n
         return n // self.page_size * self.page_size
 

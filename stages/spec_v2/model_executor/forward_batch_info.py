@@ -83,7 +83,8 @@ class ForwardBatch:
     attn_metadata: Any = field(default=None, repr=False)  # planned once per forward by the backend
     hidden_states: torch.Tensor | None = None  # what the forward captured, once it has run
     output_positions: torch.Tensor | None = None  # [bs] index of the output token that is sampled from this
-    known_next_tokens: torch.Tensor | None = None  # [bs] that token where it need not be sampled, else −1
+    # [bs, any] that token where it need not be sampled, and those behind it; −1 where they are not known
+    known_next_tokens: torch.Tensor | None = None
     # Rows that every rank of DP attention brings to this forward's gathers; None: as many as this one.
     dp_rows: int | None = None
 
@@ -162,6 +163,12 @@ class ForwardBatch:
         if self.capture_hidden_mode == CaptureHiddenMode.FULL and self.last_rows is not None:
             return self.hidden_states[self.last_rows]
         return self.hidden_states
+
+    def rotate_input_ids(self, next_token_ids: torch.Tensor) -> torch.Tensor:
+        """The token after each row's, [rows]; after the last row of request i it is next_token_ids[i]."""
+        rotated = self.input_ids.roll(-1)
+        rotated[self.last_rows] = next_token_ids
+        return rotated
 
     def for_runner(self, model_runner: ModelRunner, **changes: Any) -> ForwardBatch:
         """The same rows and slots, run by another model: how the draft follows the target."""

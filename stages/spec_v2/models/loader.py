@@ -18,6 +18,7 @@ from ..layers.dp_attention import get_dp_group
 from .llama import LlamaForCausalLM
 from .llama_eagle import LlamaForCausalLMEagle
 from .llama_eagle3 import LlamaForCausalLMEagle3
+from .multi_layer_eagle import MultiLayerEagle
 
 MODEL_CLASSES: dict[str, type[nn.Module]] = {
     c.__name__: c for c in (LlamaForCausalLM, LlamaForCausalLMEagle, LlamaForCausalLMEagle3)
@@ -40,7 +41,11 @@ def load_model(config: ModelConfig, kernels: Any, dtype: torch.dtype, device: to
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = MODEL_CLASSES[config.architecture](config, kernels)
+            model_class = MODEL_CLASSES[config.architecture]
+            if config.is_multi_layer_eagle:
+                model = MultiLayerEagle(config, kernels, model_class)
+            else:
+                model = model_class(config, kernels)
     finally:
         torch.set_default_dtype(default)
     targets = model.checkpoint_views()

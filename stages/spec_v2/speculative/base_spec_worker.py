@@ -83,6 +83,10 @@ class BaseSpecWorker(ABC):
         """The positions behind a prompt that its prefill writes."""
         return 0
 
+    def kv_lookahead(self) -> int:
+        """How many tokens behind its own the draft's KV of a position depends on."""
+        return int(SpeculativeAlgorithm.from_string(self.server_args.speculative_algorithm).is_eagle())
+
     def rows_per_req(self) -> tuple[int, int, int]:
         """Rows of a decoding request in a forward of the draft loop, of the target, in the draft extend."""
         return 0, self.speculative_num_draft_tokens, 0

@@ -81,6 +81,17 @@ class DraftTree:
         )
 
 
+def chain_links(requests: int, nodes: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Trees in which each node hangs on the one before: the nodes' depths [requests, nodes], and their mask
+    and links as EagleVerifyInput has them.
+    """
+    row = torch.arange(requests * nodes, device=device).view(requests, nodes)
+    depth = (row % nodes).contiguous()
+    below = torch.where(depth < nodes - 1, depth + 1, -1)
+    # Of 64 nodes the last sees all: in two's complement that is −1, which is what the shift gives.
+    return depth, ((2 << depth) - 1).unsqueeze(2), row, below, torch.full_like(row, -1)
+
+
 def column_bits(columns: int, device: torch.device) -> torch.Tensor:
     """Mask words with only bit c set, for each column c: int64 [columns, ceil(columns / 64)]."""
     column = torch.arange(columns, device=device)

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 class EagleCudaGraphs(VerifyCudaGraphs):
     def __init__(self, worker: EAGLEWorkerV2, graphs: CudaGraphRunner):
         super().__init__(worker, graphs)
-        most, topk = max(graphs.sizes, default=0), worker.draft_worker.topk
-        self.draft_runner = worker.draft_worker.model_runner
-        self.draft_runner.attn_backend.init_cuda_graph_state(most, max(topk, worker.max_path + 1))
+        most, draft_worker = max(graphs.sizes, default=0), worker.draft_worker
+        self.draft_runner = draft_worker.model_runner
+        widest = max(draft_worker.topk, draft_worker.draft_extend_width())
+        self.draft_runner.attn_backend.init_cuda_graph_state(most, widest)
         sizes = graphs.sizes if worker.server_args.speculative_use_rejection_sampling else ()
         vocab_size = self.target_runner.model_config.vocab_size
         self.sampling = {size: StaticSamplingInfo(size, vocab_size, worker.device) for size in sizes}
@@ -87,9 +88,10 @@ class EagleCudaGraphs(VerifyCudaGraphs):
         return self.graphs.replay(self._key("drawn_draft" if is_drawn else "draft", size))
 
     def draft_extend(self, size: int, is_drawn: bool = False) -> None:
-        width = self.worker.max_path + 1
-        entries = width + self.worker.draft_worker.kv_ahead
-        self._plan(self.draft_runner, ForwardMode.DRAFT_EXTEND, size, width, entries)
+        draft_worker = self.worker.draft_worker
+        width, front = draft_worker.draft_extend_width(), draft_worker.num_front_tokens
+        entries = width + draft_worker.kv_ahead
+        self._plan(self.draft_runner, ForwardMode.DRAFT_EXTEND, size, width, entries, front)
         self.graphs.replay(self._key("drawn_draft_extend" if is_drawn else "draft_extend", size))
 
     def idle(self, size: int) -> GenerationBatchResult:

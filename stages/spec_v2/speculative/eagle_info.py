@@ -32,6 +32,10 @@ class EagleDraftInput:
     draft_probs: torch.Tensor | None = None  # [bs, V] what topk_index was drawn from, where it was drawn
     # Inside a draft forward: the row of hidden_states that each row is paired with, [rows]; None: its own
     hidden_rows: torch.Tensor | None = None
+    # Of a draft with a module for each step: which of them runs, and the pairs that it will run once more
+    module: int = 0
+    front_tokens: torch.Tensor | None = None  # [bs, steps − 1]
+    front_hidden: torch.Tensor | None = None  # [bs, steps − 1, any]
 
     @staticmethod
     def init_future_map(future_map: FutureMap, topk: int, hidden_size: int, dtype: torch.dtype) -> None:
@@ -44,10 +48,11 @@ class EagleDraftInput:
     @classmethod
     def resolve(cls, future_map: FutureMap, step: DecodeStep, is_drawn: bool = False) -> EagleDraftInput:
         """`is_drawn`: with the laws that proposals were drawn from."""
+        unread = ("front_tokens", "front_hidden", *(() if is_drawn else ("draft_probs",)))
         state = {
             name: rows[step.req_pool_indices]
             for name, rows in future_map.draft_state.items()
-            if is_drawn or name != "draft_probs"
+            if name not in unread
         }
         return cls(**{"hidden_states": None} | state, verified_id=step.output_tokens)
 

@@ -31,7 +31,7 @@ from ..model_executor.model_runner import ModelRunner
 from ..sampling.sampling_batch_info import SamplingBatchInfo
 from ..server_args import ServerArgs
 from .base_spec_worker import BaseSpecWorker
-from .build_eagle_tree import DraftTree, column_bits
+from .build_eagle_tree import DraftTree, chain_links, column_bits
 from .draft_sampler import DraftSampler
 from .eagle_cuda_graphs import EagleCudaGraphs
 from .eagle_info import EagleDraftInput, EagleVerifyInput, EagleVerifyOutput
@@ -45,6 +45,8 @@ class EagleDraftWorker(TpModelWorker):
     # How many entries more than the target's S a request's draft KV has between steps. The pair at S − 1 has
     # the last output token in it; a draft that reads tokens alone has one entry more for that token.
     kv_ahead = 0
+    # How many of the pairs before S the draft extend runs once more.
+    num_front_tokens = 0
 
     def __init__(self, server_args: ServerArgs, target_worker: TpModelWorker):
         self.topk = server_args.speculative_eagle_topk
@@ -52,7 +54,8 @@ class EagleDraftWorker(TpModelWorker):
         target = target_worker.model_runner.model
         # A method that builds on this one has a name of its own.
         path, kind = server_args.speculative_draft_model_path, self._kind(algorithm)
-        super().__init__(server_args, draft_config(path, target_worker.model_config, kind))
+        num_modules = server_args.speculative_num_steps if server_args.enable_multi_layer_eagle else None
+        super().__init__(server_args, draft_config(path, target_worker.model_config, kind, num_modules))
         self._share_with(target, algorithm)
         if self.topk > (tokens := len(self.model_runner.model.lm_head)):
             raise ValueError(
@@ -62,9 +65,6 @@ class EagleDraftWorker(TpModelWorker):
         # What never changes is made once: in a graph each small tensor costs as much as a launch.
         requests = torch.arange(server_args.max_running_requests, device=self.device)
         self._request_of_beam = requests.repeat_interleave(self.topk)
-        row = requests.unsqueeze(1)
-        self._root_links = (row, torch.full_like(row, -1), torch.full_like(row, -1))
-        self._root_mask = torch.ones_like(row).unsqueeze(2)
         self.set_shape(server_args.speculative_num_steps, server_args.speculative_num_draft_tokens)
 
     def set_shape(self, num_steps: int, num_draft_tokens: int) -> None:
@@ -74,6 +74,7 @@ class EagleDraftWorker(TpModelWorker):
         # A path has at most one node per level, and no more nodes than the tree.
         self.max_path = min(num_steps, num_draft_tokens - 1)
         self._column_bits = column_bits(self.draft_slots_per_req(), self.device)
+        self._chain_links = chain_links(self.server_args.max_running_requests, num_draft_tokens, self.device)
 
     def _kind(self, algorithm: SpeculativeAlgorithm) -> str:
         """Which of draft_config's kinds of draft this is."""
@@ -100,6 +101,9 @@ class EagleDraftWorker(TpModelWorker):
         # The first level needs no forward: its tokens come out of the draft extend before it.
         return self.topk * max(self.speculative_num_steps - 1, 0)
 
+    def draft_extend_width(self) -> int:
+        return self.num_front_tokens + self.max_path + 1
+
     def _table(self) -> torch.Tensor:
         return self.model_runner.req_to_token_pool.req_to_token
 
@@ -114,11 +118,10 @@ class EagleDraftWorker(TpModelWorker):
         output_positions: torch.Tensor | None = None,
     ) -> EagleDraftInput:
         """The draft over the same rows, each paired with the token after it: token p + 1 with hidden p."""
-        shifted = forward_batch.input_ids.roll(-1)
-        shifted[forward_batch.last_rows] = next_token_ids  # [bs]: sampled, or known where a prompt goes on
         draft_batch = forward_batch.for_runner(
             self.model_runner,
-            input_ids=shifted,
+            # The last of them is sampled, or known where a prompt goes on.
+            input_ids=forward_batch.rotate_input_ids(next_token_ids),
             spec_info=EagleDraftInput(forward_batch.hidden_states),
             capture_hidden_mode=CaptureHiddenMode.LAST,
             topk=self.topk,
@@ -157,7 +160,7 @@ class EagleDraftWorker(TpModelWorker):
     ) -> tuple[torch.Tensor | None, ...]:
         """Grow `steps` levels, the first out of the draft extend before: fields of EagleVerifyInput."""
         if self.speculative_num_steps == 0:
-            return self._roots(step)
+            return self._chain(step, step.output_tokens.new_empty(len(step.seq_lens), 0))
         tree = DraftTree(
             draft_input.topk_p,
             draft_input.topk_index,
@@ -184,11 +187,11 @@ class EagleDraftWorker(TpModelWorker):
         built = tree.build(proposals, draft_input.verified_id, step.seq_lens, n)
         return *built, torch.stack(laws, dim=1) if sampler else None
 
-    def _roots(self, step: DecodeStep) -> tuple[torch.Tensor, ...]:
-        """The same where nothing is drafted: every tree is its root."""
-        bs = len(step.seq_lens)
-        links = (t[:bs] for t in self._root_links)
-        return step.output_tokens.unsqueeze(1), self._root_mask[:bs], step.seq_lens, *links
+    def _chain(self, step: DecodeStep, drafts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same where nothing has to grow: every tree is its root and `drafts` [bs, n − 1] behind it."""
+        nodes = torch.cat([step.output_tokens.unsqueeze(1), drafts], dim=1)
+        depth, mask, *links = (t[: len(nodes)] for t in self._chain_links)
+        return nodes, mask, (step.seq_lens.unsqueeze(1) + depth).flatten(), *links
 
     def _draft_batch(
         self,
@@ -232,7 +235,7 @@ class EagleDraftWorker(TpModelWorker):
         Every request gets `width` rows, whatever it accepted, so that nothing has to be read back;
         rows behind its path write to the padding slot and are seen by nobody.
         """
-        width, paths = self.max_path + 1, output.paths
+        width, paths = self.draft_extend_width(), output.paths
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.DRAFT_EXTEND,
             req_pool_indices=step.req_pool_indices,

@@ -88,11 +88,14 @@ class SpeculativeAlgorithm(Enum):
         """The class that runs this algorithm."""
         from .adaptive_worker import AdaptiveEAGLEWorker
         from .eagle_worker_v2 import EAGLEWorkerV2
+        from .multi_layer_eagle_worker_v2 import MultiLayerEagleWorkerV2
         from .ngram_worker import NGRAMWorker
         from .standalone_worker_v2 import StandaloneWorkerV2
 
         others = {"STANDALONE": StandaloneWorkerV2, "NGRAM": NGRAMWorker}
         eagle = AdaptiveEAGLEWorker if server_args.speculative_adaptive else EAGLEWorkerV2
+        if server_args.enable_multi_layer_eagle:
+            eagle = MultiLayerEagleWorkerV2
         return others.get(self.name, eagle)
 
 

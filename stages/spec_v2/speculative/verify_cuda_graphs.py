@@ -123,10 +123,15 @@ class VerifyCudaGraphs(ABC):
         n = self.worker.speculative_num_draft_tokens
         self._plan(self.target_runner, ForwardMode.TARGET_VERIFY, size, n, n)
 
-    def _plan(self, runner: ModelRunner, mode: ForwardMode, size: int, rows: int, entries: int) -> None:
-        """Plan a graph's attention for S + `entries` of each request, if the backend plans at all."""
+    def _plan(
+        self, runner: ModelRunner, mode: ForwardMode, size: int, rows: int, entries: int, front: int = 0
+    ) -> None:
+        """Plan a graph's attention for `entries` behind S, or behind the `front` before it, of each request.
+
+        A backend that does not plan is not asked to.
+        """
         if self.seq_lens_cpu is not None:
-            lens = self.seq_lens_cpu + entries
+            lens = (self.seq_lens_cpu - front).clip(0) + entries
             runner.attn_backend.init_forward_metadata_replay_cuda_graph(mode, size, lens, rows)
 
     def _rows(self, static: EagleVerifyInput, bs: int) -> EagleVerifyInput:

@@ -127,7 +127,7 @@ def test_a_plug_in_runs(engines, zoo, page, overlaps):
         assert metas[0]["spec_num_proposed_drafts"] == 3 * metas[0]["spec_verify_ct"]
         assert done.tokens[1] == [7] * 17 and metas[1]["spec_verify_ct"] == 4
         assert len(metas[1]["output_token_logprobs"]) == 17
-        assert Probe(engine).tree.is_eagle is False, "without a draft model a key is a token"
+        assert Probe(engine).tree.lookahead == 0, "without a draft model a key is a token"
         if overlaps:
             with Lag(engine, 2).open():
                 assert run(engine, prompts, params, check=False).tokens[:3] == wanted.tokens[:3]

@@ -31,7 +31,7 @@ def batch_of(*prompts: int, page: int = 1, pool: int = 512) -> ScheduleBatch:
     device = torch.device("cpu")
     rows = ReqToTokenPool(8, 400, device, load_kernels("native"))
     allocator = TokenToKVPoolAllocator(pool, page)
-    tree = RadixCache(rows, allocator, page, is_eagle=True)
+    tree = RadixCache(rows, allocator, page, lookahead=1)
     reqs = [
         Req(str(i), list(range(n)), SamplingParams(temperature=0), 1, frozenset(), 300)
         for i, n in enumerate(prompts)

@@ -4,8 +4,8 @@ A small batch has few such programs and a long context keeps each of them busy f
 split among several. Each split leaves its part of the softmax in scratch memory and draws a ticket; whoever
 draws the last one combines the parts. Tickets go back to zero by themselves, so a CUDA graph can replay them.
 
-Lengths, tables and masks must be older than the launch right before this one, which writes the queries and
-the rows' own keys and values: they are read before that one is waited for.
+Lengths, tables, masks and what lies in the prefix must be older than the launch right before this one, which
+writes the queries and the rows' own keys and values: they are read before that one is waited for.
 
 Restates upstream's layers/attention/triton_ops/{decode,extend}_attention.py with one kernel for decoding,
 prefill and tree verification. The query heads of a group are folded into the rows of one tile, so keys and
@@ -25,6 +25,7 @@ from .launch import begin, dependent, row_strided, wait_for_inputs
 
 # Split or not, and nothing in between: each number of splits is a kernel of its own to compile.
 _SPLITS = 16
+_AT_A_TIME = tl.constexpr(4)  # parts that are combined side by side, and not one behind the other
 _SPLIT_GROUPS = 64  # with more groups of programs than this the GPU is busy without
 _INTERPRETED_SPLIT_GROUPS = 0  # the interpreter runs programs one after another
 _LOG2_E = 1.4426950408889634
@@ -40,12 +41,16 @@ def slots_at(table, position, inside, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _keys_and_values(k_head, v_head, slot, inside, slot_stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK_N, BLOCK_D] each. Columns that are not inside are read as zero, whatever lies there."""
+def _keys_and_values(
+    k_head, v_head, slot, wanted, key, value, slot_stride, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """[BLOCK_N, BLOCK_D] each. Columns that are not wanted stay what they are in `key` and `value`."""
     dim = tl.arange(0, BLOCK_D)
     offset = slot[:, None] * slot_stride + dim[None, :]
-    loaded = inside[:, None] & (dim[None, :] < D)
-    return tl.load(k_head + offset, mask=loaded, other=0), tl.load(v_head + offset, mask=loaded, other=0)
+    loaded = wanted[:, None] & (dim[None, :] < D)
+    return tl.load(k_head + offset, mask=loaded, other=key), tl.load(
+        v_head + offset, mask=loaded, other=value
+    )
 
 
 @triton.jit
@@ -141,6 +146,12 @@ def _attention_kernel(
     if HAS_MASK:
         words = tree_mask + request * mask_stride_b + token * mask_stride_q
         first_bits = tl.load(words, mask=row_inside & (WORDS > 0), other=0)
+    # What the first tile has of the prefix, where so few programs run that it is memory they wait for.
+    key = tl.zeros([BLOCK_N, BLOCK_D], k_cache.dtype.element_ty)
+    value = tl.zeros([BLOCK_N, BLOCK_D], v_cache.dtype.element_ty)
+    known = tl.minimum(prefix, stop) if SPLITS > 1 else 0
+    if SPLITS > 1:
+        key, value = _keys_and_values(k_head, v_head, slot, column < known, key, value, k_stride, D, BLOCK_D)
     wait_for_inputs(PDL)
 
     dim = tl.arange(0, BLOCK_D)
@@ -154,7 +165,9 @@ def _attention_kernel(
     for _ in range(part * share, tl.minimum(tiles, (part + 1) * share)):
         here, inside = column, column < stop
         column += BLOCK_N
-        key, value = _keys_and_values(k_head, v_head, slot, inside, k_stride, D, BLOCK_D)
+        new = inside & (here >= known)
+        key, value = _keys_and_values(k_head, v_head, slot, new, key, value, k_stride, D, BLOCK_D)
+        known = 0
         slot = slots_at(table, column, column < stop, PAGE)  # the next tile's
         if HAS_MASK:
             behind = here - prefix
@@ -190,23 +203,23 @@ def _attention_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
-            for other in tl.static_range(SPLITS):
-                theirs = parts + (group * SPLITS + other) * SIZE
-                there = other < parts_used
-                # Past the first-level cache, which may hold what stood here before.
-                sums = tl.load(theirs + cell, mask=row_inside[:, None] & there, other=0, cache_modifier=".cg")
-                peak = tl.load(
-                    theirs + BLOCK_M * BLOCK_D + line, mask=there, other=float("-inf"), cache_modifier=".cg"
-                )
-                count = tl.load(
-                    theirs + BLOCK_M * (BLOCK_D + 1) + line, mask=there, other=0, cache_modifier=".cg"
-                )
-                new_top = tl.maximum(top, peak)
-                base = tl.where(new_top == float("-inf"), 0.0, new_top)
-                decay, weight = tl.exp2(top - base), tl.exp2(peak - base)
-                total = total * decay + count * weight
-                acc = acc * decay[:, None] + sums * weight[:, None]
-                top = new_top
+            for first_part in range(0, parts_used, _AT_A_TIME):
+                for ahead in tl.static_range(_AT_A_TIME):
+                    theirs = parts + (group * SPLITS + first_part + ahead) * SIZE
+                    there = first_part + ahead < parts_used
+                    peaks = theirs + BLOCK_M * BLOCK_D + line
+                    # Past the first-level cache, which may hold what stood here before.
+                    sums = tl.load(
+                        theirs + cell, mask=row_inside[:, None] & there, other=0, cache_modifier=".cg"
+                    )
+                    peak = tl.load(peaks, mask=there, other=float("-inf"), cache_modifier=".cg")
+                    count = tl.load(peaks + BLOCK_M, mask=there, other=0, cache_modifier=".cg")
+                    new_top = tl.maximum(top, peak)
+                    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+                    decay, weight = tl.exp2(top - base), tl.exp2(peak - base)
+                    total = total * decay + count * weight
+                    acc = acc * decay[:, None] + sums * weight[:, None]
+                    top = new_top
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     target = ((begin_row + token) * (KV_HEADS * GROUP) + head) * D
     tl.store(out + target[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=io_mask)

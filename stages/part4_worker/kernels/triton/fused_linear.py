@@ -51,7 +51,7 @@ PLANS: list[tuple[int, Plan]] = [
     (1, Plan("few_rows", 1, 2, 1)),
     (2, Plan("few_rows", 2, 2, 1)),
     (4, Plan("few_rows", 4, 1, 1)),
-    (8, Plan("sliced", 8, 16, 4, 128)),
+    (8, Plan("sliced", 8, 16, 4, 256)),
     (16, Plan("tiles", 16, 32, 4, 64, 8)),
     (64, Plan("tiles", 64, 16, 4, 128, 5)),
     (256, Plan("tiles", 64, 32, 4, 64, 8)),

@@ -28,6 +28,37 @@ def _columns(unit, UNITS: tl.constexpr, HALF: tl.constexpr, MODE: tl.constexpr):
 
 
 @triton.jit
+def _companions(
+    row,
+    unit,
+    inside,
+    residual,
+    positions,
+    angles,
+    loc,
+    residual_stride,
+    HALF: tl.constexpr,
+    MODE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """What sums [rows, units] are finished with: cosines, sines and slots, or the residual.
+
+    It is asked for before the sums are made, so that its way from memory is not one more wait behind them.
+    """
+    if MODE == QKV:
+        rows_inside = tl.max(inside.to(tl.int32), 1) > 0
+        slot = tl.load(loc + row, mask=rows_inside, other=0)
+        angle = angles + tl.load(positions + row, mask=rows_inside, other=0)[:, None] * (2 * HALF)
+        angle += (unit % HALF)[None, :]
+        return tl.load(angle, mask=inside, other=0), tl.load(angle + HALF, mask=inside, other=0), slot
+    elif HAS_RESIDUAL:
+        value = tl.load(residual + row[:, None] * residual_stride + unit[None, :], mask=inside, other=0)
+        return value, value, row
+    else:
+        return row, row, row
+
+
+@triton.jit
 def _finish(
     acc,
     acc2,
@@ -36,15 +67,11 @@ def _finish(
     first,
     second,
     inside,
+    companions,
     bias,
-    residual,
     out,
-    positions,
-    angles,
     k_cache,
     v_cache,
-    loc,
-    residual_stride,
     cache_stride,
     UNITS: tl.constexpr,
     Q_HEADS: tl.constexpr,
@@ -61,15 +88,12 @@ def _finish(
             acc2 += tl.load(bias + second, mask=unit < UNITS, other=0).to(tl.float32)[None, :]
     if MODE == QKV:
         head, half = (unit // HALF)[None, :], (unit % HALF)[None, :]
-        rows_inside = tl.max(inside.to(tl.int32), 1) > 0
-        angle = angles + tl.load(positions + row, mask=rows_inside, other=0)[:, None] * (2 * HALF) + half
-        cos = tl.load(angle, mask=inside, other=0)
-        sin = tl.load(angle + HALF, mask=inside, other=0)
+        cos, sin, slot = companions
         turns = head < Q_HEADS + KV_HEADS
         left = tl.where(turns, acc * cos - acc2 * sin, acc)
         right = tl.where(turns, acc2 * cos + acc * sin, acc2)
         queries = out + row[:, None] * (Q_HEADS * HALF * 2)
-        slot = tl.load(loc + row, mask=rows_inside, other=0)[:, None] * cache_stride
+        slot = slot[:, None] * cache_stride
         D: tl.constexpr = HALF * 2
         store_heads(queries, head, half, left, right, inside, 0, Q_HEADS, D)
         store_heads(k_cache + slot, head, half, left, right, inside, Q_HEADS, KV_HEADS, D)
@@ -78,8 +102,7 @@ def _finish(
         if MODE == GATE_UP:
             acc = acc / (1.0 + tl.exp(-acc)) * acc2
         if HAS_RESIDUAL:
-            place = residual + row[:, None] * residual_stride + unit[None, :]
-            acc += tl.load(place, mask=inside, other=0).to(tl.float32)
+            acc += companions[0].to(tl.float32)
         tl.store(out + row[:, None] * UNITS + unit[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
@@ -136,6 +159,11 @@ def few_rows_kernel(
         begin(PDL)
 
     row = tl.arange(0, BLOCK_M)
+    row_inside = row < rows
+    inside = row_inside[:, None] & unit_inside[None, :]
+    companions = _companions(
+        row, unit, inside, residual, positions, angles, loc, residual_stride, HALF, MODE, HAS_RESIDUAL
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     square = tl.zeros([BLOCK_M], tl.float32)
@@ -160,11 +188,9 @@ def few_rows_kernel(
     if HAS_NORM:  # a row's scale is one number, so it may come last
         scale = tl.rsqrt(square / K + eps)[:, None]
         acc, acc2 = acc * scale, acc2 * scale
-    row_inside = row < rows
     _finish(
-        acc, acc2, row, unit, first, second, row_inside[:, None] & unit_inside[None, :], bias, residual, out,
-        positions, angles, k_cache, v_cache, loc, residual_stride, cache_stride, UNITS, Q_HEADS, KV_HEADS,
-        HALF, MODE, HAS_BIAS, HAS_RESIDUAL,
+        acc, acc2, row, unit, first, second, inside, companions, bias, out, k_cache, v_cache, cache_stride,
+        UNITS, Q_HEADS, KV_HEADS, HALF, MODE, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
 
 
@@ -229,6 +255,10 @@ def sliced_kernel(
     if MODE == QKV:  # the attention behind this relies on all before it being done
         begin(PDL)
 
+    inside = row_inside[:, None] & unit_inside[None, :]
+    companions = _companions(
+        row, unit, inside, residual, positions, angles, loc, residual_stride, HALF, MODE, HAS_RESIDUAL
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     square = tl.zeros([BLOCK_M], tl.float32)
@@ -253,9 +283,8 @@ def sliced_kernel(
         scale = tl.rsqrt(square / K + eps)[:, None]
         acc, acc2 = acc * scale, acc2 * scale
     _finish(
-        acc, acc2, row, unit, first, second, row_inside[:, None] & unit_inside[None, :], bias, residual, out,
-        positions, angles, k_cache, v_cache, loc, residual_stride, cache_stride, UNITS, Q_HEADS, KV_HEADS,
-        HALF, MODE, HAS_BIAS, HAS_RESIDUAL,
+        acc, acc2, row, unit, first, second, inside, companions, bias, out, k_cache, v_cache, cache_stride,
+        UNITS, Q_HEADS, KV_HEADS, HALF, MODE, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
 
 
@@ -303,6 +332,10 @@ def tile_kernel(
     if MODE == QKV:  # the attention behind this relies on all before it being done
         begin(PDL)
 
+    inside = row_inside[:, None] & unit_inside[None, :]
+    companions = _companions(
+        row, unit, inside, residual, positions, angles, loc, residual_stride, HALF, MODE, HAS_RESIDUAL
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -315,7 +348,6 @@ def tile_kernel(
             w2 = _weights(weight, second, k, unit_inside, K)
             acc2 = tl.dot(value, tl.trans(w2), acc2, input_precision=PRECISION)
     _finish(
-        acc, acc2, row, unit, first, second, row_inside[:, None] & unit_inside[None, :], bias, residual, out,
-        positions, angles, k_cache, v_cache, loc, residual_stride, cache_stride, UNITS, Q_HEADS, KV_HEADS,
-        HALF, MODE, HAS_BIAS, HAS_RESIDUAL,
+        acc, acc2, row, unit, first, second, inside, companions, bias, out, k_cache, v_cache, cache_stride,
+        UNITS, Q_HEADS, KV_HEADS, HALF, MODE, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
