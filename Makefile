@@ -52,7 +52,8 @@ check-packages:
 model: $(SETUP) ## the embedded model and its draft head, in $FLEDGE_CACHE or ~/.cache/fledge
 	@$(PY) -m tools models fetch $(if $(FROM),--from '$(FROM)')
 
-demo: model ## the engines on the same prompts, as a table; about eight minutes the first time, on two cores
+demo: model ## the engines on the same prompts, as a table; about eight minutes on two cores
+	@echo "demo: every stage on the same prompts, plain and with drafts; about eight minutes on two cores"
 	@$(PY) -m tools compare
 
 # Two files of tests at a time; a third process would want another two gigabytes.

@@ -216,6 +216,7 @@ def test_filter_keeps_every_row_with_its_request(stage, engines, zoo):
 
 @pytest.mark.parametrize("limits", [[3, 20, 9, 20, 6], [20, 3, 20, 3, 20], [4, 8, 12, 16, 20]])
 def test_rows_after_requests_end_in_any_order(stage, engines, zoo, limits):
+    """Tokens and rounds are those of each request alone, whoever leaves the batch before it."""
     prompts, tree = zoo.prompts((5, 9, 4, 12, 8), 20), stage.shape
     done = run(
         engines.get(tree=tree),

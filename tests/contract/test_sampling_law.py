@@ -85,6 +85,7 @@ def big(engines, spec, tree, **more):
 
 @pytest.mark.parametrize("tree", TREES, ids=tree_id)
 def test_joint_law_at_temperature_one(stage, engines, zoo, tree):
+    """Of how often each token, pair and triple came: how probable counts so far from the law's are (p)."""
     spec, prompt = models.TOY8, [3, 1, 4, 1, 5]
     outputs = draw(big(engines, spec, tree), prompt, {}, 1600)
     check_law(zoo.ref(spec), prompt, outputs)

@@ -220,7 +220,7 @@ def test_stream_is_cumulative_and_equals_generate(stage, engines, zoo, tree):
         assert a["meta_info"]["finish_reason"] is None
 
 
-@pytest.mark.parametrize("tree", SHAPES, ids=tree_id)
+@pytest.mark.parametrize("tree", [*SHAPES, (4, 4, 16)], ids=tree_id)
 def test_context_limit_ends_a_request(stage, engines, zoo, tree):
     """Generation up to the last position of the context, where the tree sticks out over the end."""
     prompts = zoo.prompts((20, 25, 30), 30)

@@ -18,13 +18,15 @@ LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video
 
 
 class Page(HTMLParser):
-    """What a page loads, and what it links to."""
+    """What a page loads, what it links to, its headings, and which of them its table of contents has."""
 
     def __init__(self, path: Path):
         super().__init__()
         self.loads: list[str] = []
         self.links: list[str] = []
         self.ids: set[str] = set()
+        self.headings: list[tuple[str, str | None]] = []
+        self.contents: set[str] = set()
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -35,6 +37,10 @@ class Page(HTMLParser):
             self.loads.append(address)
         if tag == "a" and (address := values.get("href")):
             self.links.append(address)
+            if "md-nav__link" in (values.get("class") or "").split() and address.startswith("#"):
+                self.contents.add(address[1:])
+        if tag in ("h1", "h2", "h3"):
+            self.headings.append((tag, values.get("id")))
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +81,16 @@ def test_every_link_leads_somewhere(site: Path, pages) -> None:
             assert stem in pages, f"{name} links to {address}"
             if anchor and not anchor.startswith("__"):
                 assert anchor in pages[stem].ids, f"{name} links to {address}"
+
+
+def test_a_page_has_one_title_and_its_contents_reach_the_end(pages) -> None:
+    """A line that begins with the number of a pull request is no heading."""
+    for name, page in pages.items():
+        titles = [heading for heading in page.headings if heading[0] == "h1"]
+        assert len(titles) == 1, f"{name} has {len(titles)} titles"
+        if name != "404":
+            absent = [anchor for tag, anchor in page.headings[1:] if anchor not in page.contents]
+            assert absent == [], f"the contents of {name} lack {absent}"
 
 
 def test_every_claim_is_linked_from_a_page_or_an_erratum(site: Path, pages) -> None:

@@ -295,6 +295,9 @@ LAW_TREES = {
 @pytest.mark.parametrize("name", ["native", pytest.param("triton", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shape", LAW_TREES)
 def test_joint_law_of_the_first_two_tokens(request, device, name, shape):
+    """Chi-square of how often each pair of tokens came, against the target's law: it stays under the value
+    that chance exceeds once in ten thousand times.
+    """
     kernels = request.getfixturevalue("native" if name == "native" else "triton_kernels")
     parents, tokens = LAW_TREES[shape]
     counts = first_two_tokens(kernels, device, 10_000, Tree(parents), tokens)

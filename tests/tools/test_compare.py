@@ -3,11 +3,12 @@
 import io
 import math
 import re
+import threading
 
 import pytest
 from rich.console import Console
 
-from tools.bench import compare
+from tools.bench import compare, progress
 from tools.bench.compare import Row, compare_stage, failures, notes, step_count, table_of
 from tools.bench.configurations import CHAIN, TREE, contenders
 from tools.bench.divergence import Verdict
@@ -100,7 +101,7 @@ def test_notes_are_honest_about_speed() -> None:
     on_cpu, on_gpu = row(), row()
     for is_on in (False, True):  # a CPU has the runner of the graphs and no graphs
         on_cpu.info["is_on"]["cuda_graph"] = is_on
-        assert "need not mean more tokens/s" in notes([on_cpu], 48, 2)[0]
+        assert "slower here, as expected" in notes([on_cpu], 48, 2)[0]
     on_gpu.info["device"] = "cuda"
     assert "No CUDA graphs" in notes([on_gpu], 48, 2)[0]
     on_gpu.info["is_on"]["cuda_graph"] = True
@@ -162,7 +163,7 @@ def test_forwards_are_counted_per_batch(measured) -> None:
 def test_runs_alternate_after_a_warm_up(measured) -> None:
     rows, said = measured
     assert said == [
-        *["part4_worker: loading"] * 3,
+        *[f"part4_worker: loading engine {i} of 3" for i in (1, 2, 3)],
         *[f"{found.label}: warming up" for found in rows],
         *[f"{found.label}: run 1 of 2" for found in rows],
         *[f"{found.label}: run 2 of 2" for found in rows[::-1]],
@@ -181,7 +182,29 @@ def test_the_command_prints_the_table(fledge, tiny_options) -> None:
         assert re.search(rf"^ ?{label} .* yes *$", done.stdout, re.MULTILINE), done.stdout
     assert "2 prompts in one batch, 6 new tokens each" in done.stdout
     assert "Where to look next" in done.stdout and "\x1b" not in done.stdout
-    assert "tree 3/4/8: run 1 of 1\n" in done.stderr
+    assert "tree 3/4/8: run 1 of 1\n" in done.stderr and "stage" not in done.stderr
+    assert "make site\n" in done.stdout
+
+
+def test_each_stage_says_which_it_is(fledge, tiny_options) -> None:
+    words = ["compare", "part1_draft_model", "part4_worker", "--num-prompts", 1, "--max-new-tokens", 4]
+    done = fledge(*words, "--repeats", 1, *tiny_options, "--speculative-algorithm", "none")
+    assert done.exit_code == 0, done.output
+    assert "stage 1 of 2, part1_draft_model: loading engine 1 of 1\n" in done.stderr
+    assert "stage 2 of 2, plain: run 1 of 1\n" in done.stderr
+
+
+def test_a_long_step_is_not_silent(monkeypatch) -> None:
+    """What is said is how long it has been; when the command ends, nobody is left to say it."""
+    seconds, before = threading.Event(), threading.active_count()
+    monkeypatch.setattr(progress, "SILENCE", 0.001)
+    monkeypatch.setattr(
+        progress.typer, "echo", lambda text, err: seconds.set() if text == "    0 s" else None
+    )
+    with progress.progress(1) as advance:
+        advance("a long one")
+        assert seconds.wait(60)
+    assert threading.active_count() == before
 
 
 def test_a_wrong_table_fails(fledge, tiny_options, monkeypatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from tools.exercises.course import exercises_that_fail, holes
+from tools.exercises.course import exercises_that_fail, holes, wrong_mends_that_pass
 from tools.exercises.held import not_run
 from tools.exercises.mend import read_exercises
 from tools.provenance import REPO
@@ -23,6 +23,12 @@ def test_the_course_has_no_hole() -> None:
 # `make quick` leaves this one out: a process for each exercise.
 def test_every_exercise_is_red_as_given_and_green_as_solved() -> None:
     assert exercises_that_fail(REPO, read_exercises()) == []
+
+
+# The gate tries all that are recorded. These two fit the case that is shown.
+def test_every_exercise_is_red_with_a_wrong_mend() -> None:
+    chosen = [exercise for exercise in read_exercises() if exercise.id in ("near-the-limit", "biased-draw")]
+    assert len(chosen) == 2 and wrong_mends_that_pass(REPO, chosen) == []
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +72,18 @@ HARM = [
     ),
     ("docs/data/exercises.toml", r"(?s)\[\[exercise\]\]\nid = \"s.*", "", "exercises, not 12"),
     ("docs/data/exercises.toml", r'mutant = "idle_rank\w*"', 'mutant = "gone"', "there is no mutant 'gone'"),
+    (
+        "docs/data/exercises.toml",
+        r"test_nothing_stays_reserved_between_steps",
+        "test_gone",
+        "test_gone, which does not exist",
+    ),
+    (
+        "docs/data/exercises.toml",
+        r'given = "context_len',
+        'given = "no_len',
+        "has 0 times what its wrong mend",
+    ),
     (
         "tests/mutants/idle_rank_decides_for_itself.patch",
         r"test_graph_or_eager\w*",
@@ -147,3 +165,10 @@ def test_the_command(fledge: Callable[..., Result], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("tools.exercises.course.holes", lambda repo: ["A has no B."])
     done = fledge("course", "check", "--run")
     assert done.exit_code == 1 and done.stdout == "A has no B.\n" and "1 hole." in done.stderr
+    monkeypatch.setattr("tools.exercises.course.holes", lambda repo: [])
+    monkeypatch.setattr("tools.exercises.course.exercises_that_fail", lambda repo, exercises: [])
+    monkeypatch.setattr(
+        "tools.exercises.course.wrong_mends_that_pass", lambda repo, exercises: ["C is green."]
+    )
+    assert fledge("course", "check").exit_code == 0
+    assert fledge("course", "check", "--run").stdout == "C is green.\n"

@@ -13,6 +13,7 @@ from typer.testing import Result
 from tests.tools.stage_helpers import NAMES, MadeUp
 from tools.bench.stages_door import BadInput
 from tools.exercises import mend, verbs
+from tools.exercises.course import wrong_mends_that_pass
 from tools.exercises.mend import Scratch, read_exercises
 from tools.exercises.pytest_report import _asserted
 from tools.provenance import REPO
@@ -25,6 +26,14 @@ from stages.{STAGE} import values
 def test_same():
     \"\"\"Both are one.\"\"\"
     assert values.both() == [values.y, 1]
+"""
+OTHERS = f"""\
+import pytest
+from stages.{STAGE} import values
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_alone(times):
+    assert values.x * times == times
 """
 VALUES = "x = 1\ny = 1\n\n\ndef both():\n    return [x, y]\n"
 PATCH = f"""\
@@ -49,6 +58,8 @@ title = "Two come"
 symptom = "One was expected."
 hints = ["What is x?", "What was x?", "What should x be?"]
 mended = "x is one."
+also = ["tests/test_others.py"]
+wrong = { file = "values.py", given = "[x, y]", yours = "[1, y]" }
 """
 
 
@@ -60,6 +71,7 @@ def repo(made_up: MadeUp, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "tests" / "mutants").mkdir(parents=True)
     (folder / "tests" / "mutants" / "x_is_two.patch").write_text(PATCH)
     (folder / "tests" / "test_values.py").write_text(TESTS)
+    (folder / "tests" / "test_others.py").write_text(OTHERS)
     (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     (folder / "docs" / "data").mkdir(parents=True)
     (folder / "docs" / "data" / "exercises.toml").write_text(EXERCISES)
@@ -122,6 +134,34 @@ def test_red_then_green(copy: Path, exercise: Callable[..., Result]) -> None:
     assert "mended" in exercise("list").stdout
     told = exercise("hint", "two").stdout
     assert told.startswith("You have mended it. x is one.") and "a47bf39123" in told and "of 3" not in told
+
+
+def test_a_mend_of_the_shown_case_alone_is_none(
+    copy: Path, exercise: Callable[..., Result], repo: Path
+) -> None:
+    (copy / "values.py").write_text(VALUES.replace("x = 1", "x = 2").replace("[x, y]", "[1, y]"))
+    red = exercise("check", "two")
+    assert red.exit_code == 1 and "green" not in red.stdout
+    lines = [" ".join(line.split()) for line in red.stdout.splitlines()]
+    assert lines[:4] == [
+        "The case that was shown passes, 2 others do not. The first of them:",
+        "red tests/test_others.py::test_alone[1]",
+        "expected 1",
+        "got 2",
+    ]
+    assert lines[-1] == "red tests/test_others.py::test_alone[2]"
+    assert "tried" in exercise("list").stdout and "mended" not in exercise("list").stdout
+
+
+def test_a_wrong_mend_that_passes_is_a_hole(repo: Path) -> None:
+    """Where what else must hold is no more than the case that is shown, the gate says so."""
+    path = repo / "docs" / "data" / "exercises.toml"
+    assert wrong_mends_that_pass(repo, read_exercises(repo)) == []
+    path.write_text(EXERCISES.replace("tests/test_others.py", "tests/test_values.py"))
+    assert wrong_mends_that_pass(repo, read_exercises(repo)) == ["two is green with a wrong mend."]
+    path.write_text(EXERCISES.replace("[x, y]", "[x]"))
+    with pytest.raises(BadInput, match="values.py has 0 times what its wrong mend edits"):
+        wrong_mends_that_pass(repo, read_exercises(repo))
 
 
 @pytest.mark.parametrize(
@@ -263,6 +303,8 @@ def test_the_list_says_how_far_one_is(repo: Path, exercise: Callable[..., Result
         (("x_is_two", "x_is_three"), "there is no mutant 'x_is_three'"),
         ((', "What was x?"', ""), "3 hints"),
         (('title = "Two come"', ""), "exercise 'two'"),
+        (('also = ["tests/test_others.py"]', "also = []"), "tests"),
+        (('yours = "[1, y]"', 'mine = ""'), "exercise 'two'"),
         ((EXERCISES, EXERCISES + EXERCISES), "used twice"),
         (("[[exercise]]", "[[exercise]"), "cannot be used"),
     ],

@@ -151,27 +151,60 @@ def test_without_a_terminal_the_next_open_question_is_shown(quiz: Callable[..., 
     assert f"[{second}]" in quiz().stdout
 
 
-def test_at_a_terminal(small: Path, quiz: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A word that is no answer, a wrong answer and a right one; then the next question; then the end."""
-    lines: Iterator[str] = iter(["x", "3", "16", "ba"])
+def typed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    """A terminal at which these lines are typed, and then Ctrl-D."""
+    left: Iterator[str] = iter(lines)
 
-    def typed(prompt: str = "") -> str:
+    def read(prompt: str = "") -> str:
+        assert "?" in prompt and "skip" in prompt and " q " in prompt
         try:
-            return next(lines)
+            return next(left)
         except StopIteration:
             raise EOFError from None
 
-    monkeypatch.setattr(builtins, "input", typed)
+    monkeypatch.setattr(builtins, "input", read)
     monkeypatch.setattr("tools.exercises.quiz._at_a_terminal", lambda: True)
+
+
+def test_at_a_terminal(small: Path, quiz: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that is no answer, a hint, a wrong answer and a right one; the next question; then Ctrl-D."""
+    typed(monkeypatch, ["x", "?", "3", "16", "ba"])
     done = quiz()
     assert done.exit_code == 0
     said = [line for line in done.stdout.splitlines() if line]
-    assert said[0].startswith("How many lines?") and said[1:3] == [
-        "Not so. Count them.",
+    assert said[0].startswith("How many lines?") and said[1:4] == [
+        "Hint: Count them.",
+        "Not so. Hint: Count them.",
         "Right: 16. So it is.",
     ]
-    assert said[-1] == "Not so. By day." and "1 of 2 answered rightly." in done.stderr
+    assert said[-1] == "Not so. Hint: By day." and "1 of 2 answered rightly." in done.stderr
     assert "answer as a number" in done.stderr
+
+
+def test_skip_tells_the_answer_and_q_leaves(
+    small: Path, quiz: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither counts as an answer, and what was answered before stays."""
+    typed(monkeypatch, ["skip", "twelve seven"])
+    said = quiz().stdout
+    assert "It is 16. So it is." in said and "Right: twelve · seven." in said
+    typed(monkeypatch, ["Q", "16"])
+    done = quiz()
+    assert done.exit_code == 0 and "Right" not in done.stdout and "1 of 2 answered" in done.stderr
+    assert json.loads(progress_path().read_text()) == {"tries": {}, "right": ["order-one"]}
+
+
+def test_a_hint_for_the_asking_is_no_answer(quiz: Callable[..., Result]) -> None:
+    done = quiz("part2-idle", "--answer", "?")
+    assert done.exit_code == 0 and done.stdout.startswith("Hint: ") and not progress_path().exists()
+
+
+def test_an_option_in_its_own_words(quiz: Callable[..., Result]) -> None:
+    for answer, status in (("draft", 1), ("EXTEND", 1), ("idle", 0), ("Idl", 0)):
+        assert quiz("part2-idle", "--answer", answer).exit_code == status
+    assert quiz("part3-eagle", "--answer", "The server").exit_code == 2  # several begin so
+    assert quiz("part3-eagle", "--answer", "the server cannot start").exit_code == 0
+    assert quiz("trees-in-v2", "--answer", "#26866 > #26981 > #26997").exit_code == 0
 
 
 def test_the_clones_answer_counts(small: Path, quiz: Callable[..., Result]) -> None:

@@ -9,7 +9,9 @@ of the loop, written apart from the engines, on the tokens that came out.
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -113,8 +115,9 @@ def compare_stage(
     """
     with ExitStack() as stack:
         pairs = []
-        for flags in contenders(stage, given):
-            advance(f"{stage.name}: loading")
+        flags_of = contenders(stage, given)
+        for i, flags in enumerate(flags_of, 1):
+            advance(f"{stage.name}: loading engine {i} of {len(flags_of)}")
             engine = stack.enter_context(stage.open(**pool_flags(flags, len(prompts), new_tokens)))
             info = engine.get_server_info()
             pairs.append((Row(stage.name, shape_name(info), info), engine))
@@ -209,6 +212,14 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return found
 
 
+def _fledge() -> str:
+    """How this terminal calls the command: it need not find what `make` has put into .venv."""
+    if shutil.which("fledge"):
+        return "fledge"
+    script = Path(sys.executable).with_name("fledge")
+    return os.path.relpath(script) if script.is_file() else f"{os.path.relpath(sys.executable)} -m tools"
+
+
 def table_of(rows: Sequence[Row]) -> Table:
     """The rows of one stage or several; the first of each stage is its plain decoding."""
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, header_style="bold")  # fits in 80 columns
@@ -254,8 +265,9 @@ def notes(rows: Sequence[Row], new_tokens: int, repeats: int) -> list[str]:
     found = []
     if info["device"] != "cuda":
         found.append(
-            "Fewer forwards need not mean more tokens/s here: a CPU has no idle arithmetic, so a forward "
-            "over a tree of 8 costs several times one over a single token. What carries over is tokens/round."
+            "Speculation is slower here, as expected: on a CPU every verified row costs like a token, so a "
+            "forward over a tree of 8 costs several times one over a single token. What carries over is "
+            "tokens/round."
         )
     elif eager := [row.stage for row in rows if not row.info["is_on"]["cuda_graph"]]:
         found.append(
@@ -311,9 +323,14 @@ def compare(
     on_gpu = torch.cuda.is_available() and given.get("device") != "cpu"
     rows: list[Row] = []
     with progress(sum(step_count(stage, given, repeats, on_gpu) for stage in chosen)) as advance:
-        for stage in chosen:
+        for i, stage in enumerate(chosen, 1):
             first = rows[0] if rows else None
-            rows += compare_stage(stage, given, texts, max_new_tokens, repeats, raw, advance, first)
+            which = f"stage {i} of {len(chosen)}, " if len(chosen) > 1 else ""
+
+            def told(what: str, which: str = which) -> None:
+                advance(which + what)
+
+            rows += compare_stage(stage, given, texts, max_new_tokens, repeats, raw, told, first)
     console = Console(highlight=False)
     console.print(table_of(rows))
     for line in notes(rows, max_new_tokens, repeats):
@@ -321,11 +338,12 @@ def compare(
     for sentence in (wrong := failures(rows)):
         typer.echo(sentence, err=True)
     console.print("\nWhere to look next")
-    name = chosen[-1].name
+    name, fledge = chosen[-1].name, _fledge()
     for what, where in (
-        ("an answer, round by round", f'fledge run {name} --prompt "Explain what a hash table is."'),
+        ("the course: pages, player, exercises", "make site"),
+        ("an answer, round by round", f'{fledge} run {name} --prompt "Explain what a hash table is."'),
         ("how to read the engine", f"{os.path.relpath(chosen[-1].path)}/README.md"),
-        ("where a text leaves plain decoding's", f"fledge divergence {name}"),
+        ("where a text leaves plain decoding's", f"{fledge} divergence {name}"),
     ):
         console.print(f"  {what:38}{where}", soft_wrap=True, markup=False)
     if wrong:

@@ -41,7 +41,9 @@ def asked(question: Question) -> str:
     lines += [
         "",
         '    ??? success "The answer"',
-        f"        **{question.written(question.answer)}** {question.because}",
+        f"        **{question.written(question.answer)}**",
+        "",
+        f"        {question.because}",
     ]
     lines += ["", *(f"        {line}" for line in ("```", question.shows, "```")), ""]
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 Without `--run` only files are read: pages, questions (recomputed from the ledger), exercises, invariants,
 links, the coverage table; and pytest is asked which tests it can run for which stage. With it every exercise
-is run too: red as given, green as solved.
+is run too: red as given, green as solved, and not green with the wrong mend that is recorded for it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from ..upstream.verbs import aside, say
 from .held import not_run
 from .mend import Exercise, put_in, read_exercises
 from .questions import QUIZ, Question, read_questions
-from .red import run_check
+from .red import run_tests
 from .rules import NoAnswer, recompute
 
 # What a stage's page has, in this order.
@@ -49,7 +50,8 @@ def check(
     if not found:
         found = not_run(REPO, read_invariants(REPO))
     if run and not found:
-        found = exercises_that_fail(REPO, read_exercises())
+        exercises = read_exercises()
+        found = [*exercises_that_fail(REPO, exercises), *wrong_mends_that_pass(REPO, exercises)]
     for hole in found:
         say(hole)
     if found:
@@ -128,17 +130,31 @@ def _of_exercises(repo: Path, exercises: list[Exercise], ledger: LedgerHistory) 
     if len(exercises) < EXERCISES:
         yield f"There are {len(exercises)} exercises, not {EXERCISES}."
     for exercise in exercises:
-        if error := exercise.mutant.apply(repo, only_check=True):
+        if error := exercise.mutant.apply(repo, only_check=True) or _misfit(repo, exercise):
             yield f"The exercise {exercise.id} does not fit its stage: {error}"
         try:
             ledger.commit(exercise.commit)
         except UpstreamError as error:
             yield f"The exercise {exercise.id}: {error}"
-        for test in exercise.mutant.killed_by:
+        for test in (*exercise.mutant.killed_by, *exercise.also):
+            if "::" not in test and (repo / test).is_file():
+                continue
             try:
                 check_test(repo, exercise.id, test.partition("[")[0])
             except Problem:
                 yield f"The exercise {exercise.id} names {test}, which does not exist."
+
+
+def _misfit(repo: Path, exercise: Exercise) -> str | None:
+    """Why the wrong mend of an exercise whose mutant fits cannot be put in."""
+    if exercise.wrong is None:
+        return None
+    try:
+        with _given(repo, exercise) as stage:
+            exercise.wrong.put_in(stage)
+    except BadInput as error:
+        return str(error)
+    return None
 
 
 def _of_pages(repo: Path) -> Iterator[str]:
@@ -191,6 +207,28 @@ def exercises_that_fail(repo: Path, exercises: list[Exercise]) -> list[str]:
     return found
 
 
+def wrong_mends_that_pass(repo: Path, exercises: list[Exercise]) -> list[str]:
+    """Exercises whose tests take the wrong mend that is recorded for them for a mend."""
+    wrong = [exercise for exercise in exercises if exercise.wrong]
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        held = pool.map(lambda exercise: _is_held(repo, exercise), wrong)
+        return [f"{x.id} is green with a wrong mend." for x, red in zip(wrong, held, strict=True) if not red]
+
+
 def _is_red(repo: Path, exercise: Exercise) -> bool:
+    with _given(repo, exercise) as stage:
+        return bool(run_tests(repo, exercise, stage, exercise.mutant.killed_by, at_most=1))
+
+
+def _is_held(repo: Path, exercise: Exercise) -> bool:
+    with _given(repo, exercise) as stage:
+        exercise.wrong.put_in(stage)
+        tests = (exercise.mutant.killed_by, exercise.also)
+        return any(run_tests(repo, exercise, stage, some, at_most=1) for some in tests)
+
+
+@contextmanager
+def _given(repo: Path, exercise: Exercise) -> Iterator[Path]:
+    """The stage as a reader gets it, for a while. Raises BadInput where the mutant does not fit it."""
     with tempfile.TemporaryDirectory() as work:
-        return bool(run_check(repo, exercise, put_in(repo, exercise, Path(work))))
+        yield put_in(repo, exercise, Path(work))

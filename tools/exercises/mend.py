@@ -7,7 +7,10 @@
     symptom = "…"                   # what a user of such an engine would report
     hints = ["…", "…", "…"]         # the reader's next question, each nearer than the one before
     mended = "…"                    # what was wrong, told afterwards
+    also = ["tests/…"]              # what must hold besides the mutant's own test: files or tests, a minute
+                                    # and a half at most; else whoever fits that one case has mended it
     commit = "…"                    # where the mutant names none: the upstream commit that is the lesson
+    wrong = { file = "…", given = "…", yours = "…" }    # a mend that must not pass: text put for other text
 
 A scratch copy is a whole stage. In its folder `.exercise` stand the stage as it was given, and what the
 reader has tried.
@@ -40,8 +43,25 @@ OWN = ".exercise"  # inside a scratch copy
 
 
 @dataclass(frozen=True)
+class WrongMend:
+    """An edit that a reader might take for a mend: in `file` of a copy, `yours` for `given`."""
+
+    file: str
+    given: str
+    yours: str
+
+    def put_in(self, stage: Path) -> None:
+        """Edit a copy. Raises BadInput where `given` does not stand there exactly once."""
+        path = stage / self.file
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if text.count(self.given) != 1:
+            raise BadInput(f"{self.file} has {text.count(self.given)} times what its wrong mend edits.")
+        path.write_text(text.replace(self.given, self.yours), encoding="utf-8")
+
+
+@dataclass(frozen=True)
 class Exercise:
-    """One exercise; the fields are those of exercises.toml, with the mutant read."""
+    """One exercise; the fields are those of exercises.toml, with mutant and wrong mend read."""
 
     id: str
     mutant: Mutant
@@ -50,6 +70,8 @@ class Exercise:
     hints: tuple[str, ...]
     mended: str
     commit: str
+    also: tuple[str, ...]
+    wrong: WrongMend | None = None
 
     @property
     def stage(self) -> str:
@@ -100,12 +122,13 @@ def _exercise(repo: Path, entry: dict[str, Any]) -> Exercise:
         raise BadInput(f"{where}: there is no mutant {entry.get('mutant')!r} in tests/mutants.")
     mutant = read_mutant(path)
     try:
-        hints = tuple(entry["hints"])
-        found = Exercise(**{"commit": mutant.commit, **entry, "hints": hints, "mutant": mutant})
+        lists = {name: tuple(entry[name]) for name in ("hints", "also")}
+        wrong = {"wrong": WrongMend(**entry["wrong"])} if "wrong" in entry else {}
+        found = Exercise(**{"commit": mutant.commit, **entry, **lists, **wrong, "mutant": mutant})
     except (TypeError, KeyError) as error:
         raise BadInput(f"{where}: {error}") from None
-    if len(hints) != HINTS or not found.commit or mutant.stage not in ORDER:
-        raise BadInput(f"{where}: it needs {HINTS} hints, a commit, and a stage of the story.")
+    if len(found.hints) != HINTS or not found.commit or not found.also or mutant.stage not in ORDER:
+        raise BadInput(f"{where}: it needs {HINTS} hints, a commit, tests, and a stage of the story.")
     return found
 
 

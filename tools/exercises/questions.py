@@ -31,7 +31,7 @@ from ..sentences import did_you_mean
 
 QUIZ = REPO / "docs" / "data" / "quiz.toml"
 FORMS = {  # kind → what an answer looks like
-    "choice": "a letter, {letters}",
+    "choice": "a letter, {letters}, or the words themselves",
     "number": "a number, like 12",
     "rows": 'row numbers in any order, like 0 2 5, or "none"',
     "file": "the name of a file, like scheduler.py",
@@ -88,17 +88,22 @@ class Question:
             return sorted({int(row) for row in words.split() if row != "none"})
         if self.kind == "file" and re.fullmatch(r"[\w./-]*\w", words):
             return words.rpartition("/")[2].removesuffix(".py") + ".py"
-        if self.kind == "choice":
-            if words in letters:
-                return letters[words]
-            for choice in self.choices:
-                if _plain(choice) == words:
-                    return choice
+        if self.kind == "choice" and (choice := letters.get(words) or self._begins_so(words)):
+            return choice
         if self.kind == "order":
             given = re.sub(r"[ >]", "", words)
             if sorted(given) == sorted(letters):
                 return [letters[letter] for letter in given]
+            named = [self._begins_so(word) for word in words.replace(">", " ").split()]
+            if None not in named and sorted(named) == sorted(self.choices):
+                return named
         raise BadInput(f"{text!r} is no answer here: answer as {self.form}.")
+
+    def _begins_so(self, words: str) -> str | None:
+        """The choice that has these words, or the only one that begins with them; one letter is no word."""
+        found = [choice for choice in self.choices if _plain(choice) == words]
+        found = found or [choice for choice in self.choices if _plain(choice).startswith(words)]
+        return found[0] if len(found) == 1 and len(words) > 1 else None
 
     def written(self, answer: Any) -> str:
         """An answer as one line."""

@@ -1,7 +1,8 @@
 """`fledge quiz`: questions that upstream's history answers, one after another or one by its id.
 
 The answer that counts is recomputed from the reader's clone, or from the recorded ledger where there is none.
-A first wrong answer gets a hint, a second one the command that shows it, a third one the answer.
+A first wrong answer gets a hint, a second one the command that shows it, a third one the answer. Whoever asks
+gets the hint, or the answer, without a wrong one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from ..upstream.verbs import aside, say
 from .progress import Progress, progress_path
 from .questions import Question, find_question, read_questions
 from .rules import NoAnswer, recompute
+
+PROMPT = "answer, ?, skip or q > "
 
 
 @verb
@@ -46,6 +49,8 @@ def quiz(
     if answer is not None:
         if name is None:
             raise BadInput("An answer needs its question: fledge quiz ID --answer …")
+        if _asks_for_hint(answer):
+            return say(f"Hint: {questions[0].hint}")
         if not _judge(questions[0], answer, history, progress):
             raise typer.Exit(1)
         return
@@ -58,7 +63,7 @@ def quiz(
         return say("Every question is answered. fledge quiz --reset starts anew.")
     if not _at_a_terminal():
         _ask(opened[0])
-        return say(f"Answer with: fledge quiz {opened[0].id} --answer …")
+        return say(f"Answer with: fledge quiz {opened[0].id} --answer …  (--answer hint gives the hint)")
     _converse(opened, history, progress)
 
 
@@ -85,26 +90,44 @@ def _at_a_terminal() -> bool:
     return sys.stdin.isatty()
 
 
+def _asks_for_hint(words: str) -> bool:
+    return words.strip().lower() in ("?", "hint")
+
+
 def _converse(opened: list[Question], history: History, progress: Progress) -> None:
     """Ask until the reader has had enough; an empty line goes on to the next question."""
-    aside("An empty line goes on, Ctrl-D ends. Answers are kept.\n")
+    aside("? gives a hint, skip the answer, an empty line goes on, q or Ctrl-D ends. Answers are kept.\n")
     for i, question in enumerate(opened, 1):
         aside(f"{i} of {len(opened)}")
         _ask(question)
-        while True:
-            try:
-                words = input("> ")
-            except (EOFError, KeyboardInterrupt):
-                return aside(f"\n{_count(read_questions(), progress)}")
-            if not words.strip():
-                break
-            try:
-                if _judge(question, words, history, progress):
-                    break
-            except BadInput as error:
-                aside(str(error))
+        if not _until_answered(question, history, progress):
+            break
         say()
     aside(_count(read_questions(), progress))
+
+
+def _until_answered(question: Question, history: History, progress: Progress) -> bool:
+    """Judge what is typed until it is right or passed over; False where the reader leaves."""
+    while True:
+        try:
+            words = input(PROMPT)
+        except (EOFError, KeyboardInterrupt):
+            aside("")
+            return False
+        if not words.strip():
+            return True
+        if words.strip().lower() in ("q", "quit", "exit"):
+            return False
+        try:
+            if _asks_for_hint(words):
+                say(f"Hint: {question.hint}")
+            elif words.strip().lower() == "skip":
+                say(_told(question, history))
+                return True
+            elif _judge(question, words, history, progress):
+                return True
+        except BadInput as error:
+            aside(f"{error} Or ? for a hint, skip for the answer, q to leave.")
 
 
 def _ask(question: Question) -> None:
@@ -124,12 +147,17 @@ def _judge(question: Question, words: str, history: History, progress: Progress)
         say(f"Right: {question.written(answer)}. {question.because}")
         aside(question.see)
     elif wrong == 1:
-        say(f"Not so. {question.hint}")
+        say(f"Not so. Hint: {question.hint}")
     elif wrong == 2:
         say(f"Not so. {question.see}")
     else:
-        say(f"Not so. It is {question.written(answer)}. {question.because} {question.see}")
+        say(f"Not so. {_told(question, history)}")
     return right
+
+
+def _told(question: Question, history: History) -> str:
+    """The answer, why, and the command that shows it."""
+    return f"It is {question.written(answer_of(question, history))}. {question.because} {question.see}"
 
 
 def _list(questions: list[Question], progress: Progress) -> None:

@@ -25,8 +25,9 @@ from .mend import (
     read_exercises,
     solution,
 )
-from .red import Red, run_check
+from .red import Red, run_tests
 
+MORE = 5  # failing tests that are named
 Name = Annotated[str, typer.Argument(metavar="NAME", help="An exercise; fledge exercise list names them.")]
 Dir = Annotated[
     Path | None,
@@ -75,16 +76,28 @@ def hint(name: Name, folder: Dir = None) -> None:
 
 @verb
 def check(name: Name, folder: Dir = None) -> None:
-    """Run the test that the defect fails on your copy. Exit status 0: mended, 1: not yet."""
+    """Run the test that the defect fails on your copy, then those around it. Exit 0: mended, 1: not yet."""
     exercise, folder = _found(name, folder)
-    scratch = Scratch.open(folder, exercise)
-    aside(f"{' '.join(exercise.mutant.killed_by)}, on {folder} …")
-    red = run_check(REPO, exercise, folder)
+    scratch, shown = Scratch.open(folder, exercise), exercise.mutant.killed_by
+    aside(f"{' '.join(shown)}, on {folder} …")
+    red = run_tests(REPO, exercise, folder, shown, at_most=1)
+    fits_only_that = False
+    if not red:
+        aside(f"It passes. Now what else must hold, a minute or so: {' '.join(exercise.also)} …")
+        red = run_tests(REPO, exercise, folder, exercise.also)
+        fits_only_that = bool(red)
     scratch.tried.checks += bool(scratch.edits())
     scratch.tried.green |= not red
     scratch.save()
     if red:
+        if fits_only_that:
+            others = "another does" if len(red) == 1 else f"{len(red)} others do"
+            say(f"The case that was shown passes, {others} not. The first of them:")
         _show(red[0], folder, exercise.stage)
+        for other in red[1:MORE]:
+            say(f"red    {other.test}")
+        if len(red) > MORE:
+            say(f"and {len(red) - MORE} more")
         if scratch.tried.green:
             aside(f"\nYou had mended it. Your changes: {command('diff', exercise, folder)}")
         else:

@@ -210,6 +210,7 @@ def test_a_rank_without_requests_takes_the_graphs_of_the_other(zoo, two, busy):
     ],
 )
 def test_graph_or_eager_is_decided_alike(engines, ranks, rows, size):
+    """Both ranks take the same rows and the same size of graph, or both none."""
     from tests.stages.part4_worker.test_dp_attention import Hearsay
 
     agreed = [

@@ -445,6 +445,7 @@ def agreed(*ranks) -> list[GlobalStep | None]:
     ],
 )
 def test_all_ranks_take_the_same_step(ranks, rows, size):
+    """Rows of draft, verification and draft extend are the most that a rank brings to each, known to all."""
     first, *others = agreed(*ranks)
     assert (first.draft_rows, first.target_rows, first.draft_extend_rows) == rows
     assert all(step == first for step in others)

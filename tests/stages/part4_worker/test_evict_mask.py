@@ -20,6 +20,7 @@ from stages.part4_worker.speculative.eagle_info import align_evict_mask_to_page_
     ],
 )
 def test_the_page_of_the_last_kept_token_stays(seq_len, page, nodes, kept, freed):
+    """Columns of the step whose slots are freed: none that shares its page with a kept token."""
     evict_mask = np.arange(nodes)[None] >= kept
     aligned = align_evict_mask_to_page_size(np.array([seq_len]), np.array([kept]), evict_mask, page)
     assert np.flatnonzero(aligned[0]).tolist() == freed
