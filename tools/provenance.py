@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
+CODE = (".py", ".cpp")  # files of a stage that decide what it computes
 MEASURED = ("stages", "tools")  # what decides a number; documents and results may change freely
 
 
@@ -59,9 +60,17 @@ def sources_sha256(folder: Path) -> str:
     Defaults that a stage.toml gives are among the flags of a result, and all else in it is for readers.
     """
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp")):
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in CODE):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def changed_files(commit: str | None, folder: Path) -> int | None:
+    """How many of the files that `sources_sha256` reads differ from a commit; None where git cannot tell."""
+    if commit is None or _said("git", "rev-parse", "--show-prefix") != "":
+        return None
+    names = _said("git", "diff", "--name-only", "--no-renames", commit, "--", str(folder))
+    return None if names is None else sum(name.endswith(CODE) for name in names.splitlines())
 
 
 def _driver() -> str | None:

@@ -195,7 +195,7 @@
   // ---- the page ----
 
   var parts = {};
-  ["controls", "words", "text", "tree", "side"].forEach(function (name) {
+  ["controls", "words", "text", "tree", "side", "note"].forEach(function (name) {
     parts[name] = box.appendChild(html("div", "part " + name));
   });
   parts.words.setAttribute("aria-live", "polite");
@@ -265,6 +265,7 @@
 
   function open(name, request) {
     state.trace = traces[name];
+    parts.note.textContent = state.trace.about;
     state.request = request;
     state.scenes = scenesOf(state.trace, request);
     go(0);

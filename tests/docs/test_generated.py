@@ -25,7 +25,7 @@ from tools.docs import (
     traces,
 )
 from tools.docs.page import Problem
-from tools.provenance import REPO
+from tools.provenance import REPO, sources_sha256
 from tools.upstream.claims import Claim, expected
 
 SMALL = {
@@ -183,7 +183,7 @@ def bench(stage: str, scale: float) -> dict:
     process = {"kind": "engine", "turn": 1, "error": None, "steady": [], "commit": "c" * 40, "dirty": False}
     return {
         "format": "fledge-bench", "version": 1, "stage": stage, "device": "a GPU", "driver": "1",
-        "versions": {"torch": "2", "triton": "3"},
+        "versions": {"torch": "2", "triton": "3"}, "sources_sha256": "0" * 64, "commit": "c" * 40,
         "processes": [process | {"configuration": name, "cells": found} for name, found in cells.items()],
     }  # fmt: skip
 
@@ -201,11 +201,16 @@ def test_the_evolution_has_two_bars_for_each_measured_stage(measured: Path) -> N
     text = charts.evolution(measured)
     assert text.count('class="bar plain"') == text.count('class="bar eagle"') == 2
     assert text.count('class="small" x="4"') == 3  # three stages are not measured yet
-    assert "| part4_worker | 7,680 (5,120–10,240)" in text  # and the same as a table
+    assert (
+        "| plain | part4_worker | 7,680<br><small>5,120–10,240</small> |" in text
+    )  # and the same as a table
     # 2048 tokens in 0.1 s and in 0.2 s: the median and both ends.
     assert "15,360 tree 3/4/8" in text
     widths = [float(w) for w in re.findall(r'class="bar \w+" [^>]*width="([\d.]+)"', text)]
     assert max(widths) < 210  # the range reaches further than the median
+    assert (
+        text.count("measured at commit cccccccccc; the code has changed since.") == 1
+    )  # no such commit here
     assert charts.evolution(measured / "nothing").startswith("not measured yet")
 
 
@@ -260,6 +265,11 @@ def test_a_trace_in_words_has_a_line_for_each_step() -> None:
     assert text.count("| round |") == sum(
         len(step["requests"]) for step in trace["steps"] if step["kind"] == "verify"
     )
+    commit = trace["provenance"]["commit"][:10]
+    trace["sources_sha256"] = sources_sha256(REPO / "stages" / trace["stage"])
+    assert traces.about(trace).endswith(f"; recorded at commit {commit}.")
+    trace |= {"sources_sha256": "0" * 64, "provenance": trace["provenance"] | {"commit": None}}
+    assert "; recorded at commit unknown; the code has changed since." in traces.in_words("x", trace)
     spoilt = copy.deepcopy(trace)
     spoilt["requests"][0]["prompt"] = "<b>`|"
     assert "&lt;b&gt;" in traces.in_words("x", spoilt)

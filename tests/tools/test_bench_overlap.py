@@ -64,7 +64,7 @@ def test_steady_rounds_are_whole_rounds(chain, monkeypatch) -> None:
     found = steady.steady(chain, WAVES[0], 24)
     Probe(chain).check_idle()
     assert forwards == {"target": 1, "draft": 3}
-    assert set(found.phases) == {"target", "draft"} and len(found.rounds) > 2 and found.host is not None
+    assert set(found.phases) == {"target", "draft"} and len(found.rounds) > 2 and found.host
     assert 4 < found.context < 4 + 24
 
 

@@ -265,6 +265,13 @@ def test_commit_and_dirty_flag(tmp_path, monkeypatch) -> None:
     assert provenance.commit_and_dirty() == (commit, False)
     (tmp_path / "tools" / "new").write_text("b")
     assert provenance.commit_and_dirty() == (commit, True)
+    assert provenance.changed_files(commit, tmp_path / "tools") == 0  # a file, but no code
+    code = tmp_path / "tools" / "a.py"
+    code.write_text("1"), git("add", "-A"), git("commit", "-qm", "y")
+    assert provenance.changed_files(commit, tmp_path / "tools") == 1
+    assert provenance.changed_files(commit, tmp_path / "docs") == 0
+    assert provenance.changed_files("0" * 40, tmp_path / "tools") is None  # a clone that lacks the commit
+    assert provenance.changed_files(None, tmp_path / "tools") is None
 
 
 def test_provenance_names_machine_and_versions() -> None:

@@ -209,7 +209,11 @@ def test_medians_spreads_and_ratios() -> None:
     speeds = chain["tokens_per_second"]
     assert (speeds["samples"], speeds["min"], speeds["median"]) == (3, 320, pytest.approx(800 / 1.5))
     assert chain["tokens_per_round"] == 2.0 and chain["over_plain"] == pytest.approx(800 / 1.5 / 300)
+    # One of three rounds stands next to the replays, 3 ms: 1.5 ms of it were the device's, or 2.5 ms.
     assert chain["host_seconds"] == pytest.approx((0.0015 + 0.0005) / 2)
+    assert chain["host_resolution"] == pytest.approx(0.0005 / 2)
+    assert plain["host_resolution"] is None and plain["process_medians"] == [300]
+    assert chain["process_medians"] == pytest.approx([800 / 1.5, (320 + 800 / 1.5) / 2])
     assert chain["prefill_share"] == pytest.approx(1 / 3)
     # A round reads the target once and the draft three times: twice to draft, once to extend.
     assert floor_seconds(data, "chain 3/1/4") == pytest.approx(7e6 / 2e9)

@@ -22,7 +22,7 @@ from .bench_runs import Plan, run_plans
 from .bench_summary import best_per_batch
 from .configurations import BATCHES
 from .engine_flags import command
-from .pairs_summary import lines_of
+from .pairs_summary import lines_of, load_pairs
 from .progress import progress
 from .prompt_sets import DEFAULT_SETS, PromptSet, load_sets
 from .stages_door import BadInput, Stage, all_stages, refuse_ranks, refuse_shape, resolve_stage
@@ -84,7 +84,7 @@ def bench(
         Path | None, typer.Option(dir_okay=False, help="The result file. Default: in docs/data/bench.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what the result file holds.")] = False,
-    show: Annotated[bool, typer.Option("--show", help="Measure nothing; print what the file holds.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Measure nothing; print what the files hold.")] = False,
     render_tables: Annotated[
         bool, typer.Option("--render", help="Measure nothing; write the tables of the README anew.")
     ] = False,
@@ -118,6 +118,9 @@ def bench(
         return
     if idle:
         raise BadInput("--idle compares two engines: name the other one with --against.")
+    if show:
+        _print(_kept(found, given.get("attention_backend"), out))
+        return
     is_special = tune or floor or hf
     if stages and (is_special or out):
         raise BadInput("--tune, --floor, --hf and --out are for one stage: name it without --stages.")
@@ -129,11 +132,9 @@ def bench(
         asked = Asked(one, given, batches, sets, repeat, seconds, max_new_tokens, raw)
         path = out or result_path(FOLDER, one.name, asked.resolved.attention_backend)
         targets.append((asked, path.resolve()))
-    wrong: list[str] = []
-    if not show:
-        deadline = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
-        wanted = [(asked, Results(path, asked.header(), fresh)) for asked, path in targets]
-        wrong = measure(wanted, config or (() if is_special else None), tune, floor, hf, deadline)
+    deadline = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
+    wanted = [(asked, Results(path, asked.header(), fresh)) for asked, path in targets]
+    wrong = measure(wanted, config or (() if is_special else None), tune, floor, hf, deadline)
     for sentence in wrong:
         typer.echo(sentence, err=True)
     _print([path for _, path in targets if path.exists()])
@@ -190,11 +191,25 @@ def _steps(plan: Plan) -> int:
     return sum(1 + sets * len(entry.get("batches", "four")) for entry in plan.job["configurations"])
 
 
+def _kept(stages: Sequence[Stage], backend: str | None, out: Path | None) -> list[Path]:
+    """`out`, or the stages' files of one backend or of all, on any machine. Raises BadInput for none."""
+    name = f"-{backend or '*'}.json"
+    paths = [out] if out else [path for one in stages for path in sorted(FOLDER.glob(one.name + name))]
+    if not paths:
+        more = f" --attention-backend {backend}" if backend else ""
+        words = f"`fledge bench {stages[0].name}{more}`"
+        raise BadInput(f"Nothing is measured yet: {words} on a machine with a GPU writes what can be shown.")
+    return paths
+
+
 def _print(paths: list[Path]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, 100)
     for path in paths:
+        if "-over-" in path.name:
+            console.print("\n".join([*lines_of(load_pairs(path)), f"raw numbers: {path}"]), soft_wrap=True)
+            continue
         data = load(path)
         console.print(table_of(data))
         for line in notes(data):

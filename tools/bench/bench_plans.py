@@ -45,9 +45,13 @@ HOW = [
     "caching is off, sampling is greedy.",
     "prefill_seconds are the steps that ran a prefill; steps counts the others; rounds sums the "
     "verifications over the requests, so (tokens - requests) / rounds is what one round gives.",
-    "steady: single rounds with the whole batch running (`rounds`, on the clock), and the CUDA graphs of one "
-    "such round replayed alone and back to back (`phases` each, `device` all in order). Host time is the "
-    "difference of the medians. On a CPU the models' forwards stand for the device.",
+    "steady: single rounds with the whole batch running, in the order they ran (`rounds`, on the clock), and "
+    "the CUDA graphs of the round after them replayed alone and back to back (`phases` each, `device` all in "
+    "order). On a CPU the models' forwards stand for the device.",
+    "Host time is a difference with its sign: the last quarter of the rounds, whose texts are about as long "
+    "as at the replays, less the median of `device`. Earlier rounds read fewer keys (attention takes a step "
+    "up at each further tile), so a median over all rounds can be less than `device`. Its resolution, ±, is "
+    "half the interquartile range of those differences, and no less than what their median is below 0.",
     "tune: one process opens the shapes of a listed grid in turn, for short runs of the eight questions; the "
     "shape with the most tokens/s at a batch size is measured again there, as `tuned`.",
     "floor: tools/bench/floor.py. A ratio to the floor is the time of a step over the time to read its "

@@ -7,32 +7,40 @@ docs/data/bench, and a test compares.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from ..provenance import REPO
+from .bars_report import speed_table
 from .bench_plans import Asked
 from .bench_results import load, result_path
-from .bench_summary import best_per_batch, result_of, steady_of, summarise
+from .bench_summary import (
+    DISAGREE,
+    best_per_batch,
+    processes_disagree,
+    result_of,
+    row_of,
+    summarise,
+)
 from .configurations import CHAIN, PLAIN, TREE, name_of
 from .pairs_report import pairs_table
 from .stages_door import all_stages
-from .tables import NOT_YET, about_of, markdown, new_table, number, speed
+from .tables import NOT_YET, Page, about_file, markdown, new_table, number, small, speed, speeds
 
 FOLDER = REPO / "docs" / "data" / "bench"
 DOCUMENTS = ("README.md", "docs/data/bench/README.md")
 BLOCK = re.compile(r"(<!-- bench (?P<name>[^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
-SCALED = (
-    "A bar that names tokens/round scales with them, since how good the draft head is does not belong to the "
-    "engine: “here” is the bar at the tokens/round that were reached."
+COLUMNS = ("tokens/s", "a round")
+SPREAD = "Below a speed stand the slowest and the fastest run."
+BEST = f"{SPREAD} Bold is the best measured of all shapes at its batch size."
+AGAINST = (
+    f"{SPREAD} No difference is seen where the runs of two stages overlap. Two speeds are those of two "
+    f"processes that disagree: they are more than {DISAGREE}× apart, and no ratio is made of them."
 )
 HF_NAMES = ("hf greedy", "hf prompt look-up")
 
@@ -86,6 +94,11 @@ def notes(data: Data) -> list[str]:
             lines.append(f"{mode}, batch 1: {speed(result['tokens'] / result['seconds'])} tokens/s")
     if tuned := data.get("tuned"):
         lines.append("best shape by batch: " + ", ".join(f"{batch}: {name}" for batch, name in tuned.items()))
+    lines += [
+        f"processes disagree: {row['configuration']}, {row['set']}, batch {row['batch']}: {speeds(row)}"
+        for row in summarise(data)
+        if processes_disagree(row)
+    ]
     # A later process may have made good what an earlier one failed at.
     last = {(p["kind"], p["configuration"], p["turn"]): p["error"] for p in data["processes"]}
     lines += [f"failed: {name} ({error})" for (_, name, _), error in last.items() if error]
@@ -114,207 +127,91 @@ def render(check: bool = False, folder: Path = FOLDER, documents: tuple[str, ...
 
 def rendered(text: str, folder: Path = FOLDER, start: Path = REPO) -> str:
     """`text` with every table between its marks as the files in `folder` have it; links begin at `start`."""
-
-    def link(path: Path) -> str:
-        return f"[{path.name}]({Path(os.path.relpath(path, start)).as_posix()})"
+    page = Page(lambda path: f"[{path.name}]({Path(os.path.relpath(path, start)).as_posix()})")
 
     def fill(found: re.Match[str]) -> str:
         words = found["name"].split()
         if words == ["speed"]:
-            table = speed_table(folder, link)
+            table = speed_table(folder, page)
         elif words == ["pairs"]:
-            table = pairs_table(folder, link)
+            table = pairs_table(folder, page)
         elif words[1] == "evolution":
-            table = evolution_table(folder, link, words[0], int(words[2]))
+            table = evolution_table(folder, page, words[0], int(words[2]))
         else:
-            table = set_table(folder, link, *words)
+            table = set_table(folder, page, *words)
         return f"{found[1]}{table}\n{found[3]}"
 
     return BLOCK.sub(fill, text)
 
 
-def speed_table(folder: Path, link: Callable[[Path], str]) -> str:
-    """The bars that were set before measuring, and what was reached."""
-    goals = json.loads((folder / "goals.json").read_text(encoding="utf-8"))
-    path = result_path(folder, goals["stage"], goals["backend"])
-    data = load(path) if path.exists() else None
-    # A file from another machine says nothing about these bars.
-    data = data if data is not None and data["device"] == goals["device"] else None
-    lines = [["", "must", "goal", "reached"]]
-    for row in goals["rows"]:
-        reached = REACHED[row["id"]](data) if data is not None else None
-        lines.append([row["what"], *_bars(row, reached)])
-    if data is None:
-        return markdown(lines)
-    return f"{markdown(lines)}\n\n{SCALED} {_about(data)} Source: {link(path)}"
-
-
-class Reached:
-    """A number that was reached, by which configuration, and at which tokens per round where bars scale."""
-
-    def __init__(self, value: float, name: str = "", per_round: float | None = None):
-        self.value, self.name, self.per_round = value, name, per_round
-
-
-def _bars(row: dict[str, Any], reached: Reached | None) -> list[str]:
-    less, unit, scale = row["unit"] in ("ms", "µs"), row["unit"], 1.0
-    if "per_round" in row and reached is not None:
-        scale = reached.per_round / row["per_round"]
-
-    def shown(value: float) -> str:
-        text = speed(value) if unit == "tok/s" else f"{value:.2f}" if unit in ("ms", "×") else f"{value:.0f}"
-        return f"{text}{'' if unit == '×' else ' '}{unit}"
-
-    def bar(value: float) -> str:
-        text = f"{'≤' if less else '≥'} {shown(value)}"
-        if "per_round" in row:
-            text += f" at {row['per_round']} tokens/round"
-            text += f", here {shown(value * scale)}" if reached else ""
-        return text
-
-    cells = [bar(row["must"]), bar(row["goal"])]
-    if reached is None:
-        return [*cells, NOT_YET]
-
-    def met(value: float) -> bool:
-        return reached.value <= value * scale if less else reached.value >= value * scale
-
-    verdict = "goal met" if met(row["goal"]) else "must met" if met(row["must"]) else "short of must"
-    about = [reached.name] if reached.name else []
-    about += [f"{reached.per_round:.2f} tokens/round"] if reached.per_round else []
-    note = f" ({', '.join(about)})" if about else ""
-    return [*cells, f"{shown(reached.value)}{note}: {verdict}"]
-
-
-def set_table(
-    folder: Path, link: Callable[[Path], str], backend: str, prompts: str, stage: str = "part4_worker"
-) -> str:
-    """Tokens/s of every configuration at every batch size: median, the slowest and the fastest run."""
+def set_table(folder: Path, page: Page, backend: str, prompts: str, stage: str = "part4_worker") -> str:
+    """Every configuration at every batch size, a line each; the best measured shape of a batch is bold."""
     path = result_path(folder, stage, backend)
-    if not path.exists():
-        return f"{NOT_YET}: `fledge bench {stage} --attention-backend {backend}` on a machine with a GPU"
-    data = load(path)
+    data = load(path) if path.exists() else {"processes": []}
     rows = [row for row in summarise(data) if row["set"] == prompts]
-    batches = sorted({row["batch"] for row in rows})
-    named = {(row["configuration"], row["batch"]): row for row in rows}
-    best = best_per_batch(data, "engine")
-    lines = [["tokens/s at batch", *map(str, batches)]]
-    for name in (PLAIN, name_of(CHAIN), name_of(TREE)):
-        if cells := [_cell(named.get((name, batch))) for batch in batches]:
-            lines.append([name, *cells])
-    tuned = [named.get((best.get(batch, ""), batch)) for batch in batches]
-    lines.append(["EAGLE, tuned", *(_cell(row, with_name=True) for row in tuned)])
-    if prompts == "questions":
-        for mode in HF_NAMES:
-            if (result := result_of(data, "hf", mode)) is not None:
-                label = mode.replace("hf", "Hugging Face `generate`,")
-                lines.append([label, speed(result["tokens"] / result["seconds"]), *[""] * (len(batches) - 1)])
-    return f"{markdown(lines)}\n\n{_about(data)} Source: {link(path)}"
+    if not rows:
+        which = f"--attention-backend {backend} --set {prompts}"
+        return f"{NOT_YET}: `fledge bench {stage} {which}` on a machine with a GPU"
+    named = {(row["batch"], row["configuration"]): row for row in rows}
+    best, names = best_per_batch(data, "engine"), (PLAIN, name_of(CHAIN), name_of(TREE))
+    others = [name for name in dict.fromkeys(row["configuration"] for row in rows) if name not in names]
+    lines = [["batch", "drafts", *COLUMNS, "× floor"]]
+    for batch in sorted({row["batch"] for row in rows}):
+        for name in (*names, *others):
+            row = named.get((batch, name))
+            if row is None and name in others:
+                continue
+            floor = row and row["over_floor"]
+            first, rounds, spread = _columns(row)
+            mark = "**" * (best.get(batch) == name)
+            cells = [f"{mark}{first}{mark}{spread}", rounds, f"{floor:.1f}" if floor else ""]
+            lines.append([str(batch), f"{mark}{name}{mark}", *cells])
+        if prompts == "questions" and batch == 1:
+            for mode in HF_NAMES:
+                if (result := result_of(data, "hf", mode)) is not None:
+                    label = mode.replace("hf", "Hugging Face `generate`,")
+                    lines.append(["1", label, speed(result["tokens"] / result["seconds"]), "", ""])
+    return f"{markdown(lines, 2)}\n\n{BEST}\n\n{about_file(data, page)} Source: {page.link(path)}"
 
 
-def evolution_table(folder: Path, link: Callable[[Path], str], backend: str, batch: int) -> str:
-    """The eight questions at one batch size, stage by stage."""
-    shapes = {PLAIN: PLAIN, name_of(CHAIN): "chain", name_of(TREE): "tree"}
-    lines = [[f"tokens/s at batch {batch}", *shapes, "source"]]
+def evolution_table(folder: Path, page: Page, backend: str, batch: int) -> str:
+    """The eight questions at one batch size, a line for each configuration of each stage that has it."""
+    lines = [["drafts", "stage", *COLUMNS, "to the stage before"]]
+    stages = {stage.name: stage for stage in all_stages()}
+    files = {stage: result_path(folder, stage, backend) for stage in stages}
+    data = {stage: load(path) for stage, path in files.items() if path.exists()}
+    for name, word in {PLAIN: PLAIN, name_of(CHAIN): "chain", name_of(TREE): "tree"}.items():
+        before = None
+        for stage, found in stages.items():
+            row = row_of(data[stage], name, batch) if stage in data else None
+            if row or word in Asked(found, {}).configurations():
+                first, rounds, spread = _columns(row)
+                lines.append([name, stage, first + spread, rounds, against(row, before)])
+            before = row
     about: dict[str, list[str]] = {}
-    for stage in all_stages():
-        path = result_path(folder, stage.name, backend)
-        wanted = Asked(stage, {}).configurations()
-        if not path.exists():
-            lines.append([stage.name, *(NOT_YET if word in wanted else "" for word in shapes.values()), ""])
-            continue
-        data = load(path)
-        rows = [_row(data, name, batch) for name in shapes]
-        cells = [
-            _cell(row) if row or word in wanted else ""
-            for row, word in zip(rows, shapes.values(), strict=True)
-        ]
-        lines.append([stage.name, *cells, link(path)])
-        about.setdefault(_about(data), []).append(stage.name)
-    return "\n\n".join([markdown(lines), *(f"{', '.join(names)}: {text}" for text, names in about.items())])
-
-
-def _cell(row: dict[str, Any] | None, with_name: bool = False) -> str:
-    if row is None:
-        return NOT_YET
-    speeds = row["tokens_per_second"]
-    text = f"{speed(speeds['median'])} ({speed(speeds['min'])}–{speed(speeds['max'])})"
-    if row["configuration"] != PLAIN:
-        text += f", {row['tokens_per_round']:.2f} a round"
-    if row["over_floor"] is not None:
-        text += f", {row['over_floor']:.1f}× the floor"
-    return f"{row['configuration']}: {text}" if with_name else text
-
-
-def _about(data: Data) -> str:
-    engines = [p for p in data["processes"] if p["kind"] == "engine"]
-    turns = Counter((p["configuration"], cell["set"], cell["batch"]) for p in engines for cell in p["cells"])
-    halves = sum(count < 2 for count in turns.values())
-    which = "Each number comes" if halves == len(turns) else f"{halves} of {len(turns)} numbers come"
-    half = (
-        f" {which} from one process so far; the second, in the opposite order, has not run." if halves else ""
+    for stage, results in data.items():
+        about.setdefault(about_file(results, page), []).append(page.link(files[stage]))
+    return "\n\n".join(
+        [markdown(lines, 2), AGAINST, *(f"{', '.join(f)}: {text}" for text, f in about.items())]
     )
-    return about_of(data, data["processes"]) + half
 
 
-# What the rows of goals.json ask for
+def _columns(row: Data | None) -> list[str]:
+    """The cells under COLUMNS, and the second line of the first: the slowest and the fastest run."""
+    if row is None:
+        return [NOT_YET, "", ""]
+    found, note = row["tokens_per_second"], "; processes disagree" * processes_disagree(row)
+    rounds = "" if row["configuration"] == PLAIN else f"{row['tokens_per_round']:.2f}"
+    return [speeds(row), rounds, small(f"{speed(found['min'])}–{speed(found['max'])}{note}")]
 
 
-def _phase(name: str, phase: str, scale: float, parts: int = 1) -> Callable[[Data], Reached | None]:
-    def find(data: Data) -> Reached | None:
-        samples = [s for entry in steady_of(data, name, 1) for s in entry.phases.get(phase, [])]
-        return Reached(statistics.median(samples) * scale / parts, name) if samples else None
-
-    return find
-
-
-def _row(data: Data, name: str | None, batch: int, prompts: str = "questions") -> dict[str, Any] | None:
-    wanted = (name, prompts, batch)
-    rows = summarise(data)
-    return next((r for r in rows if (r["configuration"], r["set"], r["batch"]) == wanted), None)
-
-
-def _speed(batch: int, drafts: bool, over_plain: bool = False) -> Callable[[Data], Reached | None]:
-    def find(data: Data) -> Reached | None:
-        row = _row(data, best_per_batch(data, "engine").get(batch) if drafts else PLAIN, batch)
-        if row is None or (over_plain and row["over_plain"] is None):
-            return None
-        value = row["over_plain"] if over_plain else row["tokens_per_second"]["median"]
-        return Reached(value, row["configuration"], row["tokens_per_round"]) if drafts else Reached(value)
-
-    return find
-
-
-def _host(data: Data) -> Reached | None:
-    """Of the shape that is best at batch 1."""
-    row = _row(data, best_per_batch(data, "engine").get(1), 1)
-    if row is None or row["host_seconds"] is None:
-        return None
-    hidden = "" if row["host_seconds"] else ", hidden behind the device"
-    return Reached(row["host_seconds"] * 1e6, row["configuration"] + hidden)
-
-
-def _never_slower(data: Data) -> Reached | None:
-    """The worst ratio to plain decoding of each batch size's best shape, on either prompt set."""
-    best = best_per_batch(data, "engine")
-    rows = [row for row in summarise(data) if best.get(row["batch"]) == row["configuration"]]
-    known = [row for row in rows if row["over_plain"] is not None]
-    if not known:
-        return None
-    worst = min(known, key=lambda row: row["over_plain"])
-    return Reached(worst["over_plain"], f"{worst['configuration']}, {worst['set']}, batch {worst['batch']}")
-
-
-REACHED: dict[str, Callable[[Data], Reached | None]] = {
-    "plain_step": _phase(PLAIN, "forward", 1e3),
-    "verify_step": _phase(name_of(TREE), "verify", 1e3),
-    # The whole draft phase by its forwards: growing and choosing the tree is in it.
-    "draft_forward": _phase(name_of(CHAIN), "draft", 1e6, CHAIN[0] - 1),
-    "host_round": _host,
-    "plain_1": _speed(1, drafts=False),
-    "plain_64": _speed(64, drafts=False),
-    "eagle_1": _speed(1, drafts=True),
-    "eagle_over_plain_1": _speed(1, drafts=True, over_plain=True),
-    "eagle_64": _speed(64, drafts=True),
-    "never_slower": _never_slower,
-}
+def against(row: Data | None, before: Data | None) -> str:
+    """How a configuration stands to that of the stage before, if the runs of both can tell."""
+    if row is None or before is None:
+        return ""
+    mine, other = row["tokens_per_second"], before["tokens_per_second"]
+    if mine["min"] <= other["max"] and other["min"] <= mine["max"]:
+        return "no difference seen"
+    if processes_disagree(row) or processes_disagree(before):
+        return "faster" if mine["median"] > other["median"] else "slower"
+    return f"{mine['median'] / other['median']:.2f}×"

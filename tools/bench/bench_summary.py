@@ -13,6 +13,9 @@ from .steady import Steady
 
 Key = tuple[str, str, int]  # configuration, prompt set, batch
 
+# Two processes of one configuration whose medians are further apart have no common median worth a claim.
+DISAGREE = 1.25
+
 
 def spread(samples: Sequence[float]) -> dict[str, Any]:
     """Median, quartiles, extremes and number of samples."""
@@ -42,6 +45,23 @@ def cells_of(data: dict[str, Any], kind: str = "engine") -> dict[Key, list[Run]]
             for cell in process["cells"]:
                 found[process["configuration"], cell["set"], cell["batch"]] += runs_of(cell)
     return dict(found)
+
+
+def process_medians(data: dict[str, Any], kind: str = "engine") -> dict[Key, list[float]]:
+    """The median tokens/s of each process that measured a cell, in the order they ran."""
+    found: dict[Key, list[float]] = defaultdict(list)
+    for process in data["processes"]:
+        if process["kind"] == kind:
+            for cell in process["cells"]:
+                median = statistics.median(run.speed for run in runs_of(cell))
+                found[process["configuration"], cell["set"], cell["batch"]].append(median)
+    return dict(found)
+
+
+def processes_disagree(row: dict[str, Any]) -> bool:
+    """Whether the processes behind a row of a summary are further apart than DISAGREE."""
+    medians = row["process_medians"]
+    return max(medians) > DISAGREE * min(medians)
 
 
 def steady_of(data: dict[str, Any], name: str, batch: int) -> list[Steady]:
@@ -100,10 +120,12 @@ def summarise(data: dict[str, Any], kind: str = "engine") -> list[dict[str, Any]
     `kind` "tune" gives the short runs in which shapes were chosen.
 
     `step_seconds` is the mean wall time of a step or round of a whole run; `device_seconds` and
-    `host_seconds` are those of a steady one (see steady.py), measured on the eight questions.
+    `host_seconds` are those of a steady one (see steady.py), measured on the eight questions. The latter is a
+    difference, with its sign; `host_resolution` is how much of it could be chance: half the interquartile
+    range of its samples, and no less than what it is below 0, which no host's time can be.
     `over_floor` is `step_seconds` over the floor; `over_plain` is tokens/s over plain decoding's.
     """
-    cells = cells_of(data, kind)
+    cells, by_process = cells_of(data, kind), process_medians(data, kind)
     rows = []
     for (name, prompts, batch), runs in cells.items():
         speeds = spread([run.speed for run in runs])
@@ -111,19 +133,39 @@ def summarise(data: dict[str, Any], kind: str = "engine") -> list[dict[str, Any]
         plain = [run.speed for run in cells.get((PLAIN, prompts, batch), [])]
         floor = floor_seconds(data, name)
         steady = steady_of(data, name, batch) if kind == "engine" else []
+        host, resolution = _host([seconds for entry in steady for seconds in entry.host])
         rows.append(
             {
                 "configuration": name,
                 "set": prompts,
                 "batch": batch,
                 "tokens_per_second": speeds,
+                "process_medians": by_process[name, prompts, batch],
                 "tokens_per_round": statistics.median(run.tokens_per_round for run in runs),
                 "step_seconds": step,
                 "device_seconds": median_or_none(s for entry in steady for s in entry.device),
-                "host_seconds": median_or_none(entry.host for entry in steady),
+                "host_seconds": host,
+                "host_resolution": resolution,
                 "prefill_share": statistics.median(run.prefill_seconds / run.seconds for run in runs),
                 "over_floor": step / floor if floor else None,
                 "over_plain": speeds["median"] / statistics.median(plain) if plain else None,
             }
         )
     return rows
+
+
+def _host(samples: Sequence[float]) -> tuple[float | None, float | None]:
+    """The median, and what it resolves."""
+    if not samples:
+        return None, None
+    found = spread(samples)
+    return found["median"], max((found["q3"] - found["q1"]) / 2, -found["median"])
+
+
+def row_of(
+    data: dict[str, Any], name: str | None, batch: int, prompts: str = "questions"
+) -> dict[str, Any] | None:
+    """The row of a configuration at one batch size; None where it was not measured."""
+    wanted = (name, prompts, batch)
+    rows = summarise(data)
+    return next((r for r in rows if (r["configuration"], r["set"], r["batch"]) == wanted), None)

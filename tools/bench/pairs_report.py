@@ -7,34 +7,32 @@ cell's intervals (pairs_summary.py) its bars hold for. A bar is reached where th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .pairs_summary import load_pairs, side_name
-from .tables import NOT_YET, about_of, markdown
+from .tables import NOT_YET, Page, about_of, markdown, small
 
 WITHIN_NOISE = "within noise"
 ENOUGH = 10  # pairs
 ABOUT = (
-    "Medians of alternated pairs, in brackets the bootstrap interval: 95 % of the medians of resamples. "
+    "Medians of alternated pairs, below them the bootstrap interval: 95 % of the medians of resamples. "
     "A bar is reached where all of the interval lies beyond it; within noise is an interval that reaches 1×."
 )
-LINK = Callable[[Path], str]
 
 
-def pairs_table(folder: Path, link: LINK) -> str:
+def pairs_table(folder: Path, page: Page) -> str:
     """A line for each bar and batch size; what is not measured is said to be."""
     goals = json.loads((folder / "goals.json").read_text(encoding="utf-8"))
-    lines, sources = [["", "must", "goal", "reached"]], {}
+    lines, sources = [["", "must", "goal", "reached", "verdict"]], {}
     for row in goals["pairs"]["rows"]:
         found = {name: data for name in row["files"] if (data := _load(folder, name, goals["device"]))}
         for batch in row["batches"]:
-            lines.append([f"{row['what']}, batch {batch}", *_bars(row), _reached(row, found, batch)])
+            lines.append([f"{row['what']}, batch {batch}", *_bars(row), *_reached(row, found, batch)])
         sources |= found
     about: dict[str, list[str]] = {}
     for name, data in sources.items():
-        about.setdefault(about_of(data, [data]), []).append(link(folder / f"{name}.json"))
+        about.setdefault(about_of(data, [data], page), []).append(page.link(folder / f"{name}.json"))
     return "\n\n".join([markdown(lines), ABOUT, *(f"{', '.join(f)}: {text}" for text, f in about.items())])
 
 
@@ -58,8 +56,8 @@ def _shown(row: dict[str, Any], value: float) -> str:
     return f"{value:.2f}×" if row["quantity"] == "ratio" else f"{value:.1%}"
 
 
-def _reached(row: dict[str, Any], found: dict[str, dict[str, Any]], batch: int) -> str:
-    """The interval and what it makes of the bars; of several files the one that looks worst."""
+def _reached(row: dict[str, Any], found: dict[str, dict[str, Any]], batch: int) -> list[str]:
+    """The interval, and what it makes of the bars; of several files the one that looks worst."""
     cells = [
         (cell["summary"][row["quantity"]], side_name(data["sides"][1]))
         for data in found.values()
@@ -67,11 +65,11 @@ def _reached(row: dict[str, Any], found: dict[str, dict[str, Any]], batch: int) 
         if (cell["set"], cell["batch"]) == (row["set"], batch)
     ]
     if len(cells) < len(row["files"]):
-        return NOT_YET
+        return [NOT_YET, ""]
     worst, other = min(cells, key=lambda cell: cell[0]["median"])
     median, low, high = (_shown(row, worst[name]) for name in ("median", "low", "high"))
     over = f" over {other}" if len(cells) > 1 else ""
-    return f"{median} ({low}–{high}, {worst['pairs']} pairs){over}: {_verdict(row, worst)}"
+    return [median + small(f"{low}–{high}, {worst['pairs']} pairs{over}"), _verdict(row, worst)]
 
 
 def _verdict(row: dict[str, Any], found: dict[str, Any]) -> str:

@@ -3,8 +3,9 @@
 A round is timed while every request of the batch still runs and nothing is wrapped but `Scheduler.step`.
 Then one more round runs with its CUDA graphs noted, and those graphs are replayed alone, many times, back to
 back: what they take is the device's time, free of launching. What a round on the clock has more is the
-host's. Where a forward is in no graph there is no such number on a GPU; on a CPU the models' forwards stand
-for the device.
+host's. Texts grow meanwhile, and a forward takes a step up where their keys fill one more tile of attention:
+so only the last rounds are held against the replays. Where a forward is in no graph there is no such number
+on a GPU; on a CPU the models' forwards stand for the device.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .measure import (
 )
 
 ROUNDS = 40  # at most; the first quarter is left out
+LAST = 4  # one in so many of the rounds, those next to the replays, make the host's time
 SAMPLES, REPLAYS = 5, 20
 
 Samples = list[float]  # of the same thing, in seconds
@@ -50,15 +52,15 @@ class Steady:
     device: Samples = field(default_factory=list)
 
     @property
-    def host(self) -> float | None:
-        """Seconds of a round in which the device had nothing to do; None where that is not known.
+    def host(self) -> Samples:
+        """Seconds that each of the last rounds took beyond `device`; none where that is not known.
 
-        Two clocks and two measurements: where the device is never idle the difference may be a little less
-        than nothing, which is nothing.
+        Two clocks and two measurements: where the device is never idle a difference may be below nothing.
         """
         if not self.device:
-            return None
-        return max(0.0, statistics.median(self.rounds) - statistics.median(self.device))
+            return []
+        last = self.rounds[-max(1, len(self.rounds) // LAST) :]
+        return [seconds - statistics.median(self.device) for seconds in last]
 
 
 def steady(engine: Any, prompts: list[list[int]], new_tokens: int) -> Steady:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
+
+from ..provenance import changed_files, sources_sha256
+from .bench_summary import processes_disagree
+from .stages_door import STAGES
 
 UNKNOWN = "-"
 NOT_YET = "not measured yet"
@@ -31,17 +38,78 @@ def speed(value: float | None) -> str:
     return number(value, ",.0f" if value is None or value >= 100 else ".1f")
 
 
-def markdown(lines: list[list[str]]) -> str:
-    """A table with its head in the first line."""
-    rule = ["---", *["---:"] * (len(lines[0]) - 1)]
+def speeds(row: dict[str, Any]) -> str:
+    """Tokens per second of a row of a summary: the median, or one for each process where they disagree."""
+    if processes_disagree(row):
+        return " / ".join(map(speed, row["process_medians"]))
+    return speed(row["tokens_per_second"]["median"])
+
+
+def host_time(row: dict[str, Any]) -> str:
+    """The host's µs of a round with sign and resolution, in words where nothing was resolved."""
+    found, resolution = row["host_seconds"], row["host_resolution"]
+    text = f"{found * 1e6:+.0f} ± {resolution * 1e6:.0f} µs".replace("-", "−")
+    return text if found > resolution else f"below what this method resolves ({text})"
+
+
+def small(text: str) -> str:
+    """A second line of a cell."""
+    return f"<br><small>{text}</small>"
+
+
+def markdown(lines: list[list[str]], names: int = 1) -> str:
+    """A table with its head in the first line; the first `names` columns hold words, the others numbers."""
+    rule = ["---"] * names + ["---:"] * (len(lines[0]) - names)
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
 
 
-def about_of(data: dict[str, Any], measured: Iterable[dict[str, Any]]) -> str:
-    """Machine and versions of a result file, and the commits of what was `measured`."""
+@dataclass(frozen=True)
+class Page:
+    """Where a table stands: how a file is named there, and whether the page is made anew by every build.
+
+    What changes with every commit may stand on a page that is built, and not in a committed document.
+    """
+
+    link: Callable[[Path], str]
+    is_built: bool = False
+
+
+def about_of(data: dict[str, Any], measured: Iterable[dict[str, Any]], page: Page) -> str:
+    """Machine and versions of a result file, the commits of what was `measured`, and what changed since."""
     commits = {f"{entry['commit'] or 'unknown'}"[:10] + "-dirty" * bool(entry["dirty"]) for entry in measured}
     versions = data["versions"]
+    hashes = {side["stage"]: side["sources_sha256"] for side in data.get("sides", [data])}
+    # Of two stages each with its number, or both in one breath.
+    since = dict.fromkeys(changed_since(*side, data["commit"], page) for side in hashes.items())
     return (
         f"{data['device']}, driver {data.get('driver') or 'none'}, torch {versions['torch']}, "
-        f"triton {versions.get('triton', 'none')}; commit {', '.join(sorted(commits))}."
+        f"triton {versions.get('triton', 'none')}; measured at commit {', '.join(sorted(commits))}"
+        f"{''.join(since)}."
+    )
+
+
+def about_file(data: dict[str, Any], page: Page) -> str:
+    """What `about_of` says of a file of one stage, and whether its second turns have run."""
+    engines = [p for p in data["processes"] if p["kind"] == "engine"]
+    turns = Counter((p["configuration"], cell["set"], cell["batch"]) for p in engines for cell in p["cells"])
+    text, halves = about_of(data, data["processes"], page), sum(count < 2 for count in turns.values())
+    if not halves:
+        return text
+    which = "Each number comes" if halves == len(turns) else f"{halves} of {len(turns)} numbers come"
+    return f"{text} {which} from one process so far; the second, in the opposite order, has not run."
+
+
+def changed_since(stage: str, sha256: str, commit: str | None, page: Page) -> str:
+    """ "; 12 files of part4_worker have changed since", or nothing where a stage's code is what was measured.
+
+    The number stands on a page that is built, where git knows the commit; else it is "; the code has …".
+    """
+    folder = STAGES / stage
+    if sources_sha256(folder) == sha256:
+        return ""
+    count = changed_files(commit, folder) if page.is_built else None
+    if count is None:
+        return "; the code has changed since"
+    return f"; {count} file{'s' * (count > 1)} of {stage} {'have' if count > 1 else 'has'} changed since" * (
+        count > 0
     )

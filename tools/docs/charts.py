@@ -11,18 +11,24 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..bench.bench_report import evolution_table, set_table, speed_table
+from ..bench.bars_report import speed_table
+from ..bench.bench_report import evolution_table, set_table
 from ..bench.bench_results import load, result_path
-from ..bench.bench_summary import best_per_batch, steady_of, summarise
+from ..bench.bench_summary import best_per_batch, processes_disagree, row_of, steady_of, summarise
 from ..bench.configurations import CHAIN, PLAIN, TREE, name_of, shape_of
 from ..bench.pairs_report import pairs_table
-from ..bench.tables import NOT_YET, speed
+from ..bench.tables import NOT_YET, Page, about_file, about_of, host_time, small, speed, speeds
 from .page import SNIPPETS, Problem, read_toml, table
 from .stages import ORDER, title_of
 
 BACKENDS = ("triton", "flashinfer")
 SETS = ("questions", "held-out")
 EVOLUTION_BATCH = 8  # at which every stage is measured
+SHORT = (
+    "Tokens/s, and below them tokens a round, in short runs that choose which shapes are measured in full; "
+    "bold is the fastest of a column in these runs. They differ by the noise of the host: where the table of "
+    "full runs has another best measured shape, believe that one."
+)
 KEYS = {"id", "title", "invariant", "hypothesis", "loses", "misleads", "measured"}
 # Field of a row of a result file → how it is shown: factor, digits, unit.
 FIELDS = {
@@ -37,25 +43,23 @@ FIELDS = {
     "verify_over_plain": (1.0, ".2f", "× a plain step to verify"),
 }
 
+PAGE = Page(lambda path: f"`{path.name}`", is_built=True)  # files of docs/data/bench by their short names
+
 Data = dict[str, Any]
 
 
 def files(repo: Path) -> dict[str, str]:
     """The chart, the tables, the ledger of optimisations, and the peer's numbers."""
     folder = repo / "docs" / "data" / "bench"
-    found = {"speed": speed_table(folder, source), "evolution": evolution(folder), "tuning": tuning(folder)}
+    found = {"speed": speed_table(folder, PAGE), "evolution": evolution(folder), "tuning": tuning(folder)}
     for backend in BACKENDS:
         for prompts in SETS:
-            found[f"{backend}-{prompts}"] = set_table(folder, source, backend, prompts)
-    found["pairs"] = pairs_table(folder, source)
+            found[f"{backend}-{prompts}"] = set_table(folder, PAGE, backend, prompts)
+    found["pairs"] = pairs_table(folder, PAGE)
     found["optimisations"] = optimisations(repo, folder)
     found["verification"] = verification(folder)
     found["peer"] = peer(repo)
     return {f"{SNIPPETS}/bench/{name}.md": text for name, text in found.items()}
-
-
-def source(path: Path) -> str:
-    return f"`docs/data/bench/{path.name}`"
 
 
 def results(folder: Path, stage: str, backend: str = "triton") -> Data | None:
@@ -73,12 +77,13 @@ def evolution(folder: Path) -> str:
         return f"{NOT_YET}: `fledge bench STAGE` on a machine with a GPU writes what this chart shows.\n"
     note = (
         "Median tokens per second on the eight questions: grey is plain decoding, light a drafted chain, "
-        "dark a drafted tree. The thin line runs from the slowest run to the fastest. From "
+        "dark a drafted tree. The thin line runs from the slowest run to the fastest; two numbers are two "
+        "processes that disagree. From "
         "<code>docs/data/bench/STAGE-triton.json</code>."
     )
     chart = bars(folder, EVOLUTION_BATCH)
     figure = f'<figure class="drawing">\n{chart}<figcaption>{note}</figcaption></figure>\n'
-    table = evolution_table(folder, source, "triton", EVOLUTION_BATCH)
+    table = evolution_table(folder, PAGE, "triton", EVOLUTION_BATCH)
     return f"{figure}\n{slower(folder, EVOLUTION_BATCH)}\n{table}\n"
 
 
@@ -110,12 +115,11 @@ def bars(folder: Path, batch: int) -> str:
         parts.append(f'<text x="{left}" y="{y}">{title_of(stage)}</text>')
         y += 7
         for kind, row in rows:
-            speeds = row["tokens_per_second"]
             scale = room / top
             shape = shape_of(row["configuration"])
             kind = "chain" if shape and shape[1] == 1 else kind
-            label = f"{speed(speeds['median'])} {escape(row['configuration'])}"
-            long, low, high = (speeds[name] * scale for name in ("median", "min", "max"))
+            label = f"{speeds(row)} {escape(row['configuration'])}"
+            long, low, high = (row["tokens_per_second"][name] * scale for name in ("median", "min", "max"))
             parts.append(
                 f'<rect class="bar {kind}" x="{left}" y="{y}" width="{long:.1f}" height="13" rx="2"/>'
                 f'<path class="range" d="M{left + low:.1f} {y + 6.5}H{left + high:.1f}"/>'
@@ -164,12 +168,16 @@ def tuning(folder: Path, stage: str = "part4_worker") -> str:
         line = [name]
         for batch in batches:
             row = cells.get(batch)
-            text = NOT_YET if row is None else f"{speed(median(row))}, {row['tokens_per_round']:.2f} a round"
-            line.append(f"**{text}**" if row is not None and row is best[batch] else text)
+            text = NOT_YET
+            if row is not None:
+                mark = "**" * (row is best[batch])
+                text = f"{mark}{speed(median(row))}{mark}" + small(f"{row['tokens_per_round']:.2f}")
+            line.append(text)
         lines.append(line)
-    name = source(Path(f"{stage}-triton.json"))
-    about = f"Short runs, made to choose a shape, on {data['device']}. Source: {name}"
-    return f"{table(['steps/topk/tokens, at batch', *map(str, batches)], lines)}\n\n{about}\n"
+    about = about_of(data, (p for p in data["processes"] if p["kind"] == "tune"), PAGE)
+    name = PAGE.link(Path(f"{stage}-triton.json"))
+    shown = table(["steps/topk/tokens, at batch", *map(str, batches)], lines)
+    return f"{shown}\n\n{SHORT}\n\n{about} Source: {name}\n"
 
 
 def median(row: Data) -> float:
@@ -234,6 +242,11 @@ def optimisations(repo: Path, folder: Path) -> str:
             ["How the number could mislead", entry["misleads"]],
         ]
         parts.append(f"### {entry['title']} {{ #{entry['id']} }}\n\n{table(['', ''], rows)}")
+    parts += [
+        f"{PAGE.link(result_path(folder, stage, 'triton'))}: {about_file(found, PAGE)}"
+        for stage, found in data.items()
+        if found is not None
+    ]
     return "\n\n".join(parts)
 
 
@@ -246,22 +259,17 @@ def measured(data: dict[str, Data | None], wanted: dict[str, Any], where: str) -
     name = wanted["configuration"]
     if found is not None and name == "best":
         name = best_per_batch(found, "engine").get(wanted["batch"])
-    rows = summarise(found) if found is not None else []
-    row = next(
-        (
-            r
-            for r in rows
-            if (r["configuration"], r["set"], r["batch"]) == (name, "questions", wanted["batch"])
-        ),
-        None,
-    )
+    row = row_of(found, name, wanted["batch"]) if found is not None else None
     value = row and (row | verify_times(found, name, wanted["batch"])).get(wanted["field"])
     if value is None:
         return head + NOT_YET
     scale, form, unit = FIELDS[wanted["field"]]
     if isinstance(value, dict):
         spread = f" ({value['min']:{form}}–{value['max']:{form}}, {value['samples']} runs)"
-        return f"{head}{value['median']:{form}} {unit}{spread}"
+        note = ", processes disagree" * processes_disagree(row)
+        return f"{head}{speeds(row)} {unit}{spread}{note}"
+    if wanted["field"] == "host_seconds":
+        return f"{head}{host_time(row)} of the host"
     return f"{head}{value * scale:{form}} {unit}"
 
 

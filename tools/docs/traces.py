@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.stages_door import BadInput
+from ..bench.tables import Page, changed_since
 from ..bench.trace_format import Trace, load_trace
 from .page import SNIPPETS, Problem, not_yet, table
 
@@ -16,6 +17,8 @@ MISSING = (
     "one; the player and this table stand here after the next build."
 )
 
+PAGE = Page(str, is_built=True)
+
 
 def files(repo: Path) -> dict[str, str]:
     """The player's data, which a page loads from a file too, and the same in words."""
@@ -23,7 +26,8 @@ def files(repo: Path) -> dict[str, str]:
         found = {path.stem: load_trace(path) for path in sorted((repo / "docs/data/traces").glob("*.json"))}
     except BadInput as error:
         raise Problem(str(error)) from None
-    data = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+    played = {name: trace | {"about": about(trace)} for name, trace in found.items()}
+    data = json.dumps(played, ensure_ascii=False, separators=(",", ":"))
     # "</" may not stand inside a script element; the data is loaded as a file, and yet.
     script = "window.FLEDGE_TRACES = " + data.replace("</", "<\\/") + ";"
     words = "\n\n".join(in_words(name, trace) for name, trace in found.items()) or not_yet(MISSING)
@@ -71,10 +75,12 @@ def shown(text: str) -> str:
 
 
 def about(trace: Trace) -> str:
-    """Where a trace comes from."""
+    """Where a trace comes from, and what has changed since."""
     source, engine = trace["provenance"], trace["engine"]
     clock = "times are the device's" if trace["clock"] == "device" else "times are the host's clock"
+    since = changed_since(trace["stage"], trace["sources_sha256"], source["commit"], PAGE)
     return (
         f"{engine['shape']} on {source['device']}, {engine['attention_backend']}, "
-        f"commit {(source['commit'] or 'unknown')[:10]}, torch {source['versions']['torch']}; {clock}."
+        f"torch {source['versions']['torch']}; {clock}; "
+        f"recorded at commit {(source['commit'] or 'unknown')[:10]}{since}."
     )
