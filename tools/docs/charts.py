@@ -220,7 +220,7 @@ def verification(folder: Path, stage: str = "part4_worker") -> str:
         f"step; {costs}. A model this small is not bound by reading at batch 1{floor}. Each kernel costs a "
         "few microseconds of latency however little it reads, and the kernels for several rows need the "
         "tensor cores, which one row does without. "
-        f"From {source(result_path(folder, stage, 'triton'))}.\n"
+        f"From {PAGE.link(result_path(folder, stage, 'triton'))}.\n"
     )
 
 
