@@ -124,6 +124,20 @@ def test_the_books_count_what_was_drafted(stage, adaptive, zoo):
     assert meta["spec_verify_ct"] == len(used) and meta["spec_num_proposed_drafts"] == sum(used)
 
 
+def test_what_is_chosen_is_what_requests_accepted(stage, adaptive, zoo):
+    """Neither padding rows of a replay nor rounds of a request that has ended have a say."""
+    slots = {"1": {"candidate_steps": [1, 3], "warmup_batches": 0, "update_interval": 1, "ema_alpha": 0.6}}
+    prompts, orders = zoo.prompts((9, 5, 7), 40), []
+    for flags in ({"cuda_graph_bs": [8]}, {"disable_cuda_graph": True}):
+        engine = adaptive(slots=slots, **flags)
+        for prompt in prompts:
+            with chosen(engine) as seen:
+                run(engine, [prompt], {"max_new_tokens": 40})
+            orders.append(seen)
+    assert orders[:3] == orders[3:]
+    assert {steps for order in orders for steps in order} == {1, 3}
+
+
 @method
 def test_without_drafts_it_is_plain_decoding(stage, adaptive, zoo, spec):
     prompts = zoo.prompts(LENGTHS, NEW, spec)
@@ -257,9 +271,9 @@ def test_what_it_does_not_go_with_is_refused(stage, flags, words):
 def test_on_a_gpu(stage, adaptive, zoo, spec):
     """All graphs recorded at the start, batches that shrink, every change of steps."""
     prompts = zoo.prompts(LENGTHS, NEW, spec)
-    check(zoo, adaptive(spec, **GPU), spec, prompts)
     engine = adaptive(spec, **GPU)
     before = len(engine.scheduler.graphs._graphs)
+    check(zoo, engine, spec, prompts)
     assert run(engine, prompts, {"max_new_tokens": NEW}).tokens == [
         zoo.r0(p, spec, max_new_tokens=NEW) for p in prompts
     ]

@@ -173,30 +173,27 @@ class Scheduler(SchedulerOutputProcessorMixin, SchedulerDPAttnMixin):
         """Pools, counters and time split, in upstream's names where it has them."""
         self.forward_stream.synchronize()  # so that no step is counted by halves
         counters = dataclasses.asdict(self.counters)
-        method = {} if self.draft_worker is None else self.draft_worker.internal_state()
-        return (
-            counters
-            | method
-            | {
-                "max_total_num_tokens": self.max_total_num_tokens,
-                "available_size": self.token_to_kv_pool_allocator.available_size(),
-                "evictable_size": self.tree_cache.evictable_size(),
-                "protected_size": self.tree_cache.protected_size(),
-                "num_running_reqs": sum(not r.finished() for r in self.running_batch.reqs),
-                "num_waiting_reqs": len(self.waiting_queue),
-                "forward_ct": {
-                    "target": self.tp_worker.model_runner.forward_ct,
-                    "draft": sum(runner.forward_ct for runner in self.model_runners[1:]),
-                },
-                "avg_correct_drafts": average_correct_drafts(self.counters.spec_correct_drafts_histogram),
-                "is_on": {
-                    "cuda_graph": bool(self.graphs.sizes),
-                    "overlap_schedule": self.enable_overlap,
-                    "radix_cache": not self.server_args.disable_radix_cache,
-                    "dtype": str(self.tp_worker.model_runner.dtype).removeprefix("torch."),
-                },
-            }
-        )
+        if self.draft_worker is not None:
+            counters |= self.draft_worker.internal_state()
+        return counters | {
+            "max_total_num_tokens": self.max_total_num_tokens,
+            "available_size": self.token_to_kv_pool_allocator.available_size(),
+            "evictable_size": self.tree_cache.evictable_size(),
+            "protected_size": self.tree_cache.protected_size(),
+            "num_running_reqs": sum(not r.finished() for r in self.running_batch.reqs),
+            "num_waiting_reqs": len(self.waiting_queue),
+            "forward_ct": {
+                "target": self.tp_worker.model_runner.forward_ct,
+                "draft": sum(runner.forward_ct for runner in self.model_runners[1:]),
+            },
+            "avg_correct_drafts": average_correct_drafts(self.counters.spec_correct_drafts_histogram),
+            "is_on": {
+                "cuda_graph": bool(self.graphs.sizes),
+                "overlap_schedule": self.enable_overlap,
+                "radix_cache": not self.server_args.disable_radix_cache,
+                "dtype": str(self.tp_worker.model_runner.dtype).removeprefix("torch."),
+            },
+        }
 
     def shutdown(self) -> None:
         self.abort_all("the engine was shut down")

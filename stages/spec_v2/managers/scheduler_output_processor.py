@@ -45,16 +45,18 @@ class SchedulerOutputProcessorMixin:
     def process_batch_result_decode(
         self: Scheduler, batch: ScheduleBatch, result: GenerationBatchResult
     ) -> None:
-        drafts = result.num_draft_tokens - 1
-        if drafts >= 0:
-            self.model_worker.on_verify_complete_cpu(result)
+        drafts, num_correct_drafts_per_req = result.num_draft_tokens - 1, []
         for i, req in batch.rows_in_time():
             count = req.take(result, i)
             req.kv_len += count
             if drafts >= 0:
-                req.count_round(proposed=drafts, correct=min(count, len(result.tokens[i]) - 1))
+                correct = len(result.tokens[i]) - 1
+                num_correct_drafts_per_req.append(correct)
+                req.count_round(proposed=drafts, correct=min(count, correct))
             if req.finished():
                 self._release(req)
+        if num_correct_drafts_per_req:
+            self.model_worker.on_verify_complete_cpu(num_correct_drafts_per_req, drafts, len(batch.reqs))
 
     def _take_input_logprobs(self: Scheduler, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         if result.input_logprobs is None:

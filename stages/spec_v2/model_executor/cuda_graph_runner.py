@@ -117,7 +117,7 @@ class CudaGraphRunner:
         self._graphs[key] = _Recorded(graph, function, result, forwards, collectives)
         return result
 
-    def shared(self, name: Hashable, size: int, tensor: torch.Tensor) -> torch.Tensor:
+    def shared(self, name: str, size: int, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a graph's large result in memory that the graphs of all sizes share.
 
         `tensor` has some rows for each of `size` requests. Whoever reads the copy does so before the next

@@ -1,8 +1,8 @@
 """A draft of several heads, one for each step; upstream loads one model for each (draft_model_idx).
 
 Head i reads token p+1+i at p and speaks of token p+2+i. A file may bring all of them (`mtp.i.` before the
-names of each), or one, which then serves every step: it has been trained on what it says itself, so that pass
-i of its training is head i. Weights are shared then; KV never is.
+names of each), or one, which then serves every step: it should have been trained on what it says itself, pass
+i being head i. Weights are shared then; KV never is.
 """
 
 from __future__ import annotations

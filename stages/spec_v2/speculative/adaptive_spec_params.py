@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Sequence
 
 from ..arg_groups.adaptive_config import AdaptiveSlot, all_candidate_steps
 
@@ -25,7 +26,7 @@ class AdaptiveStepSlot:
         self.config, candidates = config, config.candidate_steps
         middle = candidates[len(candidates) // 2]
         self.current_steps = initial_steps if initial_steps in candidates else middle
-        # Correct drafts of a request, averaged: at first where nothing would change. Below 0: none known.
+        # Correct drafts of a request, averaged; at first one less than it drafts. Below 0: none known.
         self.ema_accept_len = float(self.current_steps - 1)
         self.batches = 0
 
@@ -67,11 +68,21 @@ class AdaptiveSpeculativeParams:
         config: batch size → the slot that holds from it on; the first holds below it too.
         initial_steps: see AdaptiveStepSlot.
         cuda_graph_bs: sizes that batches are padded to, ascending: a graph has one slot's shapes only.
+
+    Raises:
+        ValueError: no candidate drafts.
     """
 
-    def __init__(self, config: dict[int, AdaptiveSlot], initial_steps: int, cuda_graph_bs: list[int] = ()):
+    def __init__(
+        self, config: dict[int, AdaptiveSlot], initial_steps: int, cuda_graph_bs: Sequence[int] = ()
+    ):
         self.config, self.initial_steps, self.cuda_graph_bs = config, initial_steps, cuda_graph_bs
         self.candidate_steps = all_candidate_steps(config)
+        if self.candidate_steps == [0]:
+            raise ValueError(
+                "speculative_adaptive_config never drafts: give a slot another candidate than 0, "
+                "or decode plainly."
+            )
         self.reset()
 
     def reset(self) -> None:
@@ -83,9 +94,14 @@ class AdaptiveSpeculativeParams:
     def get_steps_for_batch(self, batch_size: int) -> int:
         return self._slot(batch_size).current_steps
 
-    def on_verify_complete(self, num_correct_drafts_per_req: list[int], num_steps: int) -> None:
-        """Take in the result of a round of `num_steps`: how many drafts of each request were correct."""
-        self._slot(len(num_correct_drafts_per_req)).update(num_correct_drafts_per_req, num_steps)
+    def on_verify_complete(
+        self, num_correct_drafts_per_req: list[int], num_steps: int, batch_size: int
+    ) -> None:
+        """Take in how many drafts were correct, of each request that goes on after a round of `num_steps`.
+
+        The round was over `batch_size` requests: the slot that chose its steps learns from it.
+        """
+        self._slot(batch_size).update(num_correct_drafts_per_req, num_steps)
 
     def cuda_graph_bs_for_step(self, steps: int) -> list[int]:
         """The sizes of graphs in which a round of so many steps can run."""

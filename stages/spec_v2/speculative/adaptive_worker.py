@@ -15,7 +15,6 @@ import copy
 from dataclasses import replace
 
 from ..arg_groups.adaptive_config import read_adaptive_config
-from ..managers.generation_result import GenerationBatchResult
 from ..managers.tp_worker import TpModelWorker
 from ..model_executor.cuda_graph_runner import CudaGraphRunner
 from ..server_args import MAX_DRAFT_TOKENS, ServerArgs
@@ -65,9 +64,10 @@ class AdaptiveEAGLEWorker(EAGLEWorkerV2):
         self.active = self.by_steps[self.params.get_steps_for_batch(batch_size)]
         return self.active
 
-    def on_verify_complete_cpu(self, result: GenerationBatchResult) -> None:
-        correct = [len(tokens) - 1 for tokens in result.tokens]
-        self.params.on_verify_complete(correct, result.num_draft_tokens - 1)
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: list[int], num_steps: int, batch_size: int
+    ) -> None:
+        self.params.on_verify_complete(num_correct_drafts_per_req, num_steps, batch_size)
 
     def internal_state(self) -> dict[str, int]:
         """By the names of upstream's metrics, which get_server_info has no other place for."""

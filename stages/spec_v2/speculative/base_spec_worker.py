@@ -95,8 +95,13 @@ class BaseSpecWorker(ABC):
         """Who runs the decode step that is launched next, over `batch_size` requests."""
         return self
 
-    def on_verify_complete_cpu(self, result: GenerationBatchResult) -> None:  # noqa: B027
-        """A round's result has come to the host, where a method chooses its next rounds by that."""
+    def on_verify_complete_cpu(  # noqa: B027
+        self, num_correct_drafts_per_req: list[int], num_steps: int, batch_size: int
+    ) -> None:
+        """The result of a round of `num_steps` over `batch_size` requests has come to the host.
+
+        A method may choose its next rounds by how many drafts were correct, of each request that goes on.
+        """
 
     def internal_state(self) -> dict[str, Any]:
         """What `get_server_info()` says of the method."""

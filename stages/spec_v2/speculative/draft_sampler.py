@@ -22,13 +22,14 @@ from ..sampling.sampling_params import SamplingParams
 class StaticSamplingInfo(SamplingBatchInfo):
     """Parameters of `size` requests that stay where they are on the device, for CUDA graphs that draw.
 
-    The requests may ask for anything but penalties, which drafts know nothing of.
+    Only with `filters` may a request ask for top-k or top-p, which sort the vocabulary for every draft.
     """
 
-    def __init__(self, size: int, vocab_size: int, device: torch.device):
+    def __init__(self, size: int, vocab_size: int, device: torch.device, filters: bool):
         super().__init__(vocab_size, device, [SamplingParams(temperature=0)] * size, [0] * size)
         self.is_all_greedy, self.is_any_greedy = False, True
-        self.need_top_k = self.need_top_p = self.need_min_p = True
+        self.need_top_k = self.need_top_p = filters
+        self.need_min_p = True
 
     def copy_(self, other: SamplingBatchInfo) -> None:
         """Take over the parameters of `other`; requests that it lacks keep theirs."""

@@ -364,7 +364,7 @@ class EAGLEWorkerV2(BaseSpecWorker):
         """Bring the draft's KV up to date and leave to the next round what it drafts from."""
         size = self.graph_size(batch)
         if size is not None:
-            self.round_graphs.draft_extend(size, self.is_drawn(batch.sampling_info))
+            self.round_graphs.draft_extend(size, self.round_graphs.kind(batch.sampling_info))
         else:
             self.extend_draft(verify_input.step, output, self.sampler(batch.sampling_info))
 
@@ -378,7 +378,8 @@ class EAGLEWorkerV2(BaseSpecWorker):
     # ---- beside other ranks of DP attention ----
 
     def rows_per_req(self) -> tuple[int, int, int]:
-        return self.draft_worker.topk, self.speculative_num_draft_tokens, self.max_path + 1
+        width = self.draft_worker.draft_extend_width()
+        return self.draft_worker.topk, self.speculative_num_draft_tokens, width
 
     def forward_idle(self, step: GlobalStep) -> GenerationBatchResult | None:
         size = self.graphs.padded_size(0, step)

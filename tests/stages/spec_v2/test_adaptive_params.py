@@ -108,10 +108,15 @@ def test_batches_go_to_their_slot():
 def test_slots_learn_apart_and_forget_together():
     config = {1: AdaptiveSlot((1, 3), **EAGER), 2: AdaptiveSlot((1, 3), **EAGER)}
     params = AdaptiveSpeculativeParams(config, 3)
-    params.on_verify_complete([0, 0, 0], 3)
+    params.on_verify_complete([0], 3, batch_size=3)  # two of its three requests have ended
     assert [params.get_steps_for_batch(n) for n in (1, 3)] == [3, 1]
     params.reset()
     assert [params.get_steps_for_batch(n) for n in (1, 3)] == [3, 3]
+
+
+def test_who_never_drafts_is_refused():
+    with pytest.raises(ValueError, match="never drafts: give a slot another candidate"):
+        AdaptiveSpeculativeParams({1: AdaptiveSlot((0,)), 8: AdaptiveSlot((0,))}, 0)
 
 
 # ---- the file ----
@@ -195,10 +200,3 @@ def test_where_it_begins(flags, expected):
     args = make(**flags)
     numbers = args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens
     assert numbers == expected
-
-
-def test_it_may_begin_with_none(tmp_path):
-    path = tmp_path / "none.json"
-    path.write_text('{"1": {"candidate_steps": [0]}}')
-    args = make(speculative_adaptive_config=str(path))
-    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (0, 1)

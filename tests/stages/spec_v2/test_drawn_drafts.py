@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.contract.harness import run
@@ -32,7 +34,7 @@ def test_a_replay_draws_as_an_eager_round_does(engines, zoo, counts):
 
 
 def test_only_who_samples_is_drawn_for(engines, zoo):
-    """The graphs of each kind, in one engine: a batch draws as long as one of its requests samples."""
+    """A batch draws as long as one of its requests samples, and sorts as long as one of them filters."""
     engine, names = engines.get(**REJECT), []
     real = engine.scheduler.graphs.replay
 
@@ -40,12 +42,16 @@ def test_only_who_samples_is_drawn_for(engines, zoo):
         names.append(key[0])
         return real(key)
 
-    prompts = zoo.prompts((5, 9), 24)
-    sampled = {"temperature": 1.0, "sampling_seed": 3, "max_new_tokens": 6}
+    prompts = zoo.prompts((5, 9, 7), 40)
+    sampled = {"temperature": 1.0, "sampling_seed": 3}
+    params = [
+        {**sampled, "top_k": 5, "max_new_tokens": 6},
+        {**sampled, "max_new_tokens": 18},
+        {"max_new_tokens": 40},
+    ]
     with swapped(engine.scheduler.graphs, "replay", replay):
-        done = run(engine, prompts, [sampled, {"max_new_tokens": 24}], ref=zoo.ref(), ref_head=zoo.ref_head())
-    assert done.tokens[1] == zoo.r0(prompts[1], max_new_tokens=24)
-    kinds = [name for name in names if "extend" not in name and "draft" in name]
-    drawn, greedy = kinds.count("drawn_draft"), kinds.count("draft")
-    assert kinds == ["drawn_draft"] * drawn + ["draft"] * greedy and drawn > 1 and greedy > 1
-    assert names.count("drawn_draft_extend") == drawn and names.count("draft_extend") == greedy
+        done = run(engine, prompts, params, ref=zoo.ref(), ref_head=zoo.ref_head())
+    assert done.tokens[2] == zoo.r0(prompts[2], max_new_tokens=40)
+    kinds = [name.removesuffix("draft") for name in names if name.endswith("draft")]
+    assert [kind for kind, _ in itertools.groupby(kinds)] == ["filtered_", "drawn_", ""]
+    assert [f"{kind}draft_extend" for kind in kinds] == [name for name in names if "draft_extend" in name]
