@@ -23,6 +23,7 @@ STORMS = [
     ((3, 1, 4), 4, 144, {}),
     ((3, 2, 8), 1, 144, {}),
     ((3, 2, 8), 4, 176, {"disable_cuda_graph": True}),
+    ((3, 1, 4), 4, 256, {"speculative_adaptive": True}),
 ]
 STEPS = 340
 
@@ -100,8 +101,17 @@ def test_a_storm(engines, zoo, storm):
         probe.check_tree_kv(zoo.ref(), zoo.ref_head() if tree else None)
 
 
-@pytest.mark.parametrize("tree", [None, (3, 1, 4), (3, 2, 8)])
-def test_sampled_requests_beside_others(engines, zoo, tree):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"tree": (3, 1, 4)},
+        {"tree": (3, 2, 8)},
+        {"tree": (3, 1, 4), "speculative_use_rejection_sampling": True},
+    ],
+    ids=["plain", "3-1-4", "3-2-8", "drawn"],
+)
+def test_sampled_requests_beside_others(engines, zoo, flags):
     """Rows of sampling parameters and penalties leave and come while a late step uses them."""
     prompts = zoo.prompts((5, 9, 7, 12, 3, 14), 24)
     params = [
@@ -112,7 +122,7 @@ def test_sampled_requests_beside_others(engines, zoo, tree):
         {"repetition_penalty": 1.3, "logit_bias": {"7": 2.0}, "max_new_tokens": 17},
         {"temperature": 0.9, "sampling_seed": 3, "min_new_tokens": 5, "max_new_tokens": 24},
     ]
-    flags = {"tree": tree, "max_running_requests": 4, "chunked_prefill_size": 16}
+    flags = flags | {"max_running_requests": 4, "chunked_prefill_size": 16}
     wanted = run(engines.get(**flags, disable_overlap_schedule=True), prompts, params)
     engine = engines.get(**flags)
     for seed in range(3):
