@@ -201,7 +201,8 @@ def test_the_map_names_both_sides(upstream: Callable[..., Result]) -> None:
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [f"{WORKER}:EAGLEWorker.verify", "32", "lines", "84022c0e56"] in lines
     assert upstream("map", "no_such_stage").exit_code == 1
-    assert "it maps grow_tree" in upstream("map", "part4_worker", "nothing").stderr
+    told = upstream("map", "part4_worker", "nothing").stderr
+    assert "maps no 'nothing'; it maps EAGLEWorker" in told and "grow_tree" in told
 
 
 def test_both_texts_stand_side_by_side_with_a_clone(
