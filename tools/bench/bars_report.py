@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .bench_results import load, result_path
-from .bench_summary import best_per_batch, processes_disagree, row_of, steady_of, summarise
+from .bench_summary import best_per_batch, phase_samples, processes_disagree, row_of, summarise
 from .configurations import CHAIN, PLAIN, TREE, name_of
 from .tables import NOT_YET, Page, about_file, host_time, markdown, small, speed, speeds
 
@@ -102,7 +102,7 @@ def _cells(row: dict[str, Any], reached: Reached | None) -> list[str]:
 
 def _phase(name: str, phase: str, scale: float, parts: int = 1) -> Callable[[Data], Reached | None]:
     def find(data: Data) -> Reached | None:
-        samples = [s for entry in steady_of(data, name, 1) for s in entry.phases.get(phase, [])]
+        samples = phase_samples(data, name, 1, phase)
         if not samples:
             return None
         return Reached(statistics.median(samples) * scale / parts, max(samples) * scale / parts, name)

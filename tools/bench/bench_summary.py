@@ -75,6 +75,11 @@ def steady_of(data: dict[str, Any], name: str, batch: int) -> list[Steady]:
     ]
 
 
+def phase_samples(data: dict[str, Any], name: str, batch: int, phase: str) -> list[float]:
+    """Seconds of the device that a phase of those rounds took, of all turns."""
+    return [sample for entry in steady_of(data, name, batch) for sample in entry.phases.get(phase, [])]
+
+
 def result_of(data: dict[str, Any], kind: str, name: str | None = None) -> dict[str, Any] | None:
     """What a process that gives one result gave, the last one if there are several."""
     found = [

@@ -14,7 +14,7 @@ from typing import Any
 from ..bench.bars_report import speed_table
 from ..bench.bench_report import evolution_table, set_table
 from ..bench.bench_results import load, result_path
-from ..bench.bench_summary import best_per_batch, processes_disagree, row_of, steady_of, summarise
+from ..bench.bench_summary import best_per_batch, phase_samples, processes_disagree, row_of, summarise
 from ..bench.configurations import CHAIN, PLAIN, TREE, name_of, shape_of
 from ..bench.pairs_report import pairs_table
 from ..bench.tables import NOT_YET, Page, about_file, about_of, host_time, small, speed, speeds
@@ -191,7 +191,7 @@ def verify_times(data: Data, name: str, batch: int) -> dict[str, float]:
     """Seconds of the device that a configuration's verification takes, and over plain decoding's step."""
 
     def seconds(configuration: str, phase: str) -> float | None:
-        found = [s for entry in steady_of(data, configuration, batch) for s in entry.phases.get(phase, [])]
+        found = phase_samples(data, configuration, batch, phase)
         return statistics.median(found) if found else None
 
     verify, plain = seconds(name, "verify"), seconds(PLAIN, "forward")

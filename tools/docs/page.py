@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..bench.tables import markdown
+
 SNIPPETS = "snippets"  # under docs/generated
 
 
@@ -24,10 +26,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; a bar inside a cell is kept from ending it."""
-    lines = [list(head), ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
+    lines = [[str(cell).replace("|", "\\|") for cell in line] for line in (head, *rows)]
+    return markdown(lines, names=len(head))
 
 
 def not_yet(what: str) -> str:

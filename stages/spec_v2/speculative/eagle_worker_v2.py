@@ -76,6 +76,15 @@ class EagleDraftWorker(TpModelWorker):
         self._column_bits = column_bits(self.draft_slots_per_req(), self.device)
         self._chain_links = chain_links(self.server_args.max_running_requests, num_draft_tokens, self.device)
 
+    def init_future_map(self, future_map: FutureMap) -> None:
+        """What a round leaves to the next."""
+        super().init_future_map(future_map)
+        config, dtype = self.model_config, self.model_runner.dtype
+        hidden_size = config.hidden_size if config.fed_hidden_size else 0  # its own, from the second level on
+        EagleDraftInput.init_future_map(future_map, self.topk, hidden_size, dtype)
+        if self.server_args.speculative_use_rejection_sampling:
+            future_map.add_draft_state("draft_probs", (config.vocab_size,), torch.float32)
+
     def _kind(self, algorithm: SpeculativeAlgorithm) -> str:
         """Which of draft_config's kinds of draft this is."""
         return "EAGLE3" if algorithm.is_eagle3() else "EAGLE"
@@ -288,12 +297,7 @@ class EAGLEWorkerV2(BaseSpecWorker):
 
     def init_future_map(self, future_map: FutureMap) -> None:
         super().init_future_map(future_map)
-        runner = self.draft_model_runner
-        config, topk = runner.model_config, self.draft_worker.topk
-        hidden_size = config.hidden_size if config.fed_hidden_size else 0  # its own, from the second level on
-        EagleDraftInput.init_future_map(future_map, topk, hidden_size, runner.dtype)
-        if self.server_args.speculative_use_rejection_sampling:
-            future_map.add_draft_state("draft_probs", (config.vocab_size,), torch.float32)
+        self.draft_worker.init_future_map(future_map)
 
     def init_cuda_graphs(self, graphs: CudaGraphRunner) -> None:
         """Record a round of each size: draft, verify, draft extend."""

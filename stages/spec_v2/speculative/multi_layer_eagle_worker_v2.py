@@ -43,7 +43,7 @@ class MultiLayerEagleDraftWorker(EagleDraftWorker):
 
     def init_future_map(self, future_map: FutureMap) -> None:
         """What the next round verifies, and the pairs that its draft extend begins with."""
-        super().init_future_map(future_map)
+        TpModelWorker.init_future_map(self, future_map)
         runner, steps, front = self.model_runner, self.speculative_num_steps, self.num_front_tokens
         config = runner.model_config
         EagleDraftInput.init_future_map(future_map, steps, 0, runner.dtype)
@@ -138,10 +138,6 @@ class MultiLayerEagleWorkerV2(EAGLEWorkerV2):
 
     def kv_lookahead(self) -> int:
         return self.speculative_num_steps
-
-    def init_future_map(self, future_map: FutureMap) -> None:
-        BaseSpecWorker.init_future_map(self, future_map)
-        self.draft_worker.init_future_map(future_map)
 
     def init_cuda_graphs(self, graphs: CudaGraphRunner) -> None:
         """Rounds alone: a prompt's modules are launched one by one."""

@@ -182,4 +182,4 @@ class NgramCudaGraphs(VerifyCudaGraphs):
             trees = np.concatenate((trees, self._empty_trees(size - bs)), axis=1)
         self.inputs[size].send(*batch.decode_inputs, *trees)
         self.seq_lens_cpu = batch.seq_lens_cpu
-        return self._rows(self.graphs.replay(("draft", size)), bs)
+        return self._rows(self.graphs.replay(self._key("draft", size)), bs)
