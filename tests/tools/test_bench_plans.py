@@ -118,10 +118,14 @@ def test_the_grid_is_tried_in_one_process(tiny_flags, tmp_path) -> None:
 def test_a_method_is_a_configuration(tiny_flags, tmp_path) -> None:
     """Under its name, with its own flags over the stage's, and never the best of the shapes."""
     wanted = asked(tiny_flags, batches=(1,))
-    wanted = Asked(resolve_stage("spec_v2"), wanted.given, (1,), QUESTIONS)
-    plans = engine_plans(wanted, results(tmp_path), ["adaptive", "ngram", "plain"])
-    assert [name for name, *_ in order(plans)][:3] == ["adaptive", "ngram", "plain"]
-    adaptive, ngram, _ = (plan.job["configurations"][0]["flags"] for plan in plans[:3])
+    given = wanted.given | {"speculative_adaptive_config": "slots.json"}
+    wanted = Asked(resolve_stage("spec_v2"), given, (1,), QUESTIONS)
+    plans = engine_plans(wanted, results(tmp_path), ["adaptive", "ngram", "plain", "chain"])
+    assert [name for name, *_ in order(plans)][:4] == ["adaptive", "ngram", "plain", "chain 3/1/4"]
+    adaptive, *others = (plan.job["configurations"][0]["flags"] for plan in plans[:4])
+    ngram = others[0]
+    assert adaptive["speculative_adaptive_config"] == "slots.json"
+    assert not any("speculative_adaptive_config" in flags for flags in others)
     assert adaptive["speculative_adaptive"] and adaptive["speculative_eagle_topk"] == 1
     assert adaptive["speculative_algorithm"] == "EAGLE"
     assert adaptive["speculative_draft_model_path"] == tiny_flags["speculative_draft_model_path"]

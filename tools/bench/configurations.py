@@ -99,8 +99,10 @@ def flags_of(stage: Stage, given: dict[str, Any], name: str) -> dict[str, Any]:
     if name == PLAIN:
         return plain_flags(merge_flags(stage, given))
     own = METHODS.get(name, {})
-    if name == "ngram":  # the head is for other configurations of the same command
-        given = {flag: value for flag, value in given.items() if flag != "speculative_draft_model_path"}
+    # The caller's flags are for all configurations of a command, and some mean nothing to one of them.
+    strange = {"ngram": "speculative_draft_model_path"}.get(name)
+    drop = {strange} if name == "adaptive" else {strange, "speculative_adaptive_config"}
+    given = {flag: value for flag, value in given.items() if flag not in drop}
     flags = merge_flags(stage, given | own)
     if flags.get("speculative_algorithm") is None:
         raise BadInput(f"{name} needs a draft head for the target: --speculative-draft-model-path.")
