@@ -49,7 +49,7 @@ setup: $(SETUP) ## the environment alone: .venv, or with PYTHON=… a check of t
 check-packages:
 	@$(PY) -m tools.check_env --packages
 
-model: $(SETUP) ## the embedded model and its draft head, in $FLEDGE_CACHE or ~/.cache/fledge
+model: $(SETUP) ## the embedded model and its draft heads, in $FLEDGE_CACHE or ~/.cache/fledge
 	@$(PY) -m tools models fetch $(if $(FROM),--from '$(FROM)')
 
 demo: model ## the engines on the same prompts, as a table; about eight minutes on two cores

@@ -151,8 +151,8 @@ def test_check_env_without_a_model_says_how_to_get_it(
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path))
     assert check_env.main([]) == 1
     said = capsys.readouterr()
-    assert said.out.count("mend: fledge models fetch") == 2
-    assert "2 things to mend before an engine can run." in said.err
+    assert said.out.count("mend: fledge models fetch") == 3
+    assert "3 things to mend before an engine can run." in said.err
     monkeypatch.setattr(check_env.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_000}))
     assert check_env.main([]) == 1
     assert "0.0 GB free for the cache; fetching needs 0.6" in capsys.readouterr().out

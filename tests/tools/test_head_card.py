@@ -1,20 +1,35 @@
-"""The head that ships: it loads, and its card says what its JSON files say."""
+"""The heads that ship: they load, and their cards say what their JSON files say."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tools.models.cache import sha256_of
+from tools.models.cache import FETCHED, sha256_of
 from tools.models.fetch import HEADS
 from tools.models.head_eval import CHAINS, TREES
 from tools.models.head_model import load_head
 
-FOLDER = HEADS / "smollm2-135m-eagle"
-FOUND = json.loads((FOLDER / "acceptance.json").read_text(encoding="utf-8"))
-CARD = (FOLDER / "README.md").read_text(encoding="utf-8")
+# The most bytes; the fewest tokens per round: held out by a chain and a tree, on the questions by a chain.
+BARS = {
+    "smollm2-135m-eagle": (10_000_000, 2.60, 2.80, 2.1),
+    "smollm2-135m-eagle3": (20_000_000, 2.75, 3.0, 2.1),
+}
+
+
+@pytest.fixture(params=BARS)
+def head(request):
+    folder = HEADS / request.param
+    return SimpleNamespace(
+        folder=folder,
+        bars=BARS[request.param],
+        found=json.loads((folder / "acceptance.json").read_text(encoding="utf-8")),
+        card=(folder / "README.md").read_text(encoding="utf-8"),
+        record=json.loads((folder / "training.json").read_text(encoding="utf-8")),
+    )
 
 
 def shape_name(row: dict[str, Any]) -> str:
@@ -47,53 +62,76 @@ def engine_table(rows: list[dict[str, Any]]) -> str:
     return markdown(["shape", "engine", "simulation"], numbers)
 
 
+def test_these_are_all_and_are_fetched():
+    assert {path.parent.name for path in HEADS.glob("*/config.json")} == set(BARS) == set(FETCHED[1:])
+
+
 @pytest.mark.parametrize("section", ["held_out", "questions"])
-def test_the_card_s_tables_are_the_json_s(section):
-    rows = FOUND[section]["shapes"]
+def test_the_card_s_tables_are_the_json_s(head, section):
+    rows = head.found[section]["shapes"]
     assert [(row["steps"], row["topk"], row["draft_tokens"]) for row in rows] == [*CHAINS, *TREES]
-    assert shapes_table(rows) in CARD
+    assert shapes_table(rows) in head.card
     for row in rows:
         assert len(row["acceptance"]) == row["steps"]
         assert row["tokens_per_round"] == pytest.approx(row["tokens"] / row["rounds"], abs=1e-4)
 
 
 @pytest.mark.parametrize("section", ["comparison", "loops_cut"])
-def test_the_card_compares_as_the_json_does(section):
-    heads = FOUND[section]["heads"]
-    assert heads_table(heads) in CARD
-    assert heads["this head"]["head_sha256"] == FOUND["head_sha256"]
+def test_the_card_compares_as_the_json_does(head, section):
+    heads = head.found[section]["heads"]
+    assert heads_table(heads) in head.card
+    folders = {"this head": head.folder} | {name: HEADS / name for name in BARS}
+    for name in folders.keys() & heads.keys():
+        assert heads[name]["head_sha256"] == sha256_of(folders[name] / "model.safetensors")
 
 
-def test_the_engine_agreed():
-    rows = FOUND["engine"]["shapes"]
-    assert engine_table(rows) in CARD and all(row["agrees"] for row in rows)
+def test_the_engine_agreed(head):
+    rows = head.found["engine"]["shapes"]
+    assert engine_table(rows) in head.card and all(row["agrees"] for row in rows)
 
 
-def test_the_numbers_are_this_head_s_and_good_enough():
-    assert sha256_of(FOLDER / "model.safetensors") == FOUND["head_sha256"]
+def test_the_numbers_are_this_head_s_and_good_enough(head):
+    assert sha256_of(head.folder / "model.safetensors") == head.found["head_sha256"]
     held_out, questions = (
-        {shape_name(row): row["tokens_per_round"] for row in FOUND[section]["shapes"]}
+        {shape_name(row): row["tokens_per_round"] for row in head.found[section]["shapes"]}
         for section in ("held_out", "questions")
     )
-    assert held_out["3/1/4"] >= 2.60 and held_out["3/4/8"] >= 2.80 and questions["3/1/4"] >= 2.1
+    _, chain, tree, asked = head.bars
+    assert held_out["3/1/4"] >= chain and held_out["3/4/8"] >= tree and questions["3/1/4"] >= asked
 
 
-def test_the_head_is_small_and_loads():
-    path = FOLDER / "model.safetensors"
-    assert path.stat().st_size < 10_000_000
-    head = load_head(FOLDER)  # refuses a missing, surplus or misshapen tensor
+def test_the_head_is_small_and_loads(head):
+    path = head.folder / "model.safetensors"
+    assert path.stat().st_size < head.bars[0]
+    loaded = load_head(
+        head.folder
+    )  # refuses a missing, surplus or misshapen tensor, and a map that leads astray
     tensors = load_file(path)
-    assert all(tensor.dtype == torch.bfloat16 and tensor.isfinite().all() for tensor in tensors.values())
-    count = sum(parameter.numel() for parameter in head.parameters())
-    assert count == FOUND["parameters"] and f"{count:,} parameters" in CARD
-    assert head.config.raw["tie_word_embeddings"] is False and head.config.fc_bias
+    weights = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    assert all(tensor.dtype == torch.bfloat16 and tensor.isfinite().all() for tensor in weights.values())
+    count = sum(parameter.numel() for parameter in loaded.parameters())
+    assert count == head.found["parameters"] and f"{count:,} parameters" in head.card
+    assert loaded.config.raw["tie_word_embeddings"] is False
 
 
-def test_the_log_ends_where_the_run_did():
-    record = json.loads((FOLDER / "training.json").read_text(encoding="utf-8"))
-    lines = [json.loads(line) for line in (FOLDER / "train.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
-    assert all(record["totals"][key] == value for key, value in lines[-1].items())
-    assert f"{record['totals']['step']:,} steps" in CARD
-    assert f"{record['text']['answer_tokens']:,} answer tokens" in CARD
-    assert f"--intermediate-size {record['settings']['intermediate_size']}" in CARD
+def test_what_a_vocabulary_covers_stands_in_the_card(head):
+    vocabulary = head.record.get("draft_vocabulary")
+    if vocabulary is None:
+        assert load_head(head.folder).hot_token_id is None
+        return
+    assert f"{vocabulary['tokens']:,} tokens" in head.card and load_head(head.folder).hot_token_id is not None
+    covered = head.found["coverage"]
+    assert covered["held_out"] == vocabulary["held_out"]
+    for part in (vocabulary["training"], *covered.values()):
+        assert f"{100 * part:.1f} %" in head.card
+
+
+def test_the_log_ends_where_the_run_did(head):
+    lines = (head.folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    log = [json.loads(line) for line in lines]
+    assert [line["step"] for line in log] == sorted({line["step"] for line in log})
+    assert all(head.record["totals"][key] == value for key, value in log[-1].items())
+    assert f"{head.record['totals']['step']:,} steps" in head.card
+    assert f"{head.record['text']['answer_tokens']:,}" in head.card
+    size = head.record["settings"]["intermediate_size"]
+    assert f"--intermediate-size {size}" in head.card if size else "--intermediate-size" not in head.card

@@ -1,8 +1,8 @@
 """What a result file of `fledge bench` says: a table for the terminal, Markdown for the README.
 
 A document has its tables between `<!-- bench NAME -->` and `<!-- /bench -->`; NAME is "speed", "pairs",
-"BACKEND SET", such as "triton questions", or "BACKEND evolution BATCH". `render` writes them from
-docs/data/bench, and a test compares.
+"BACKEND SET" (of part4_worker) or "BACKEND SET STAGE", such as "triton questions spec_v2", or "BACKEND
+evolution BATCH". `render` writes them from docs/data/bench, and a test compares.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def set_table(folder: Path, page: Page, backend: str, prompts: str, stage: str =
     named = {(row["batch"], row["configuration"]): row for row in rows}
     best, names = best_per_batch(data, "engine"), (PLAIN, name_of(CHAIN), name_of(TREE))
     others = [name for name in dict.fromkeys(row["configuration"] for row in rows) if name not in names]
-    lines = [["batch", "drafts", *COLUMNS, "× floor"]]
+    has_floor = any(row["over_floor"] for row in rows)
+    lines = [["batch", "drafts", *COLUMNS, *["× floor"] * has_floor]]
     for batch in sorted({row["batch"] for row in rows}):
         for name in (*names, *others):
             row = named.get((batch, name))
@@ -164,13 +165,14 @@ def set_table(folder: Path, page: Page, backend: str, prompts: str, stage: str =
             floor = row and row["over_floor"]
             first, rounds, spread = _columns(row)
             mark = "**" * (best.get(batch) == name)
-            cells = [f"{mark}{first}{mark}{spread}", rounds, f"{floor:.1f}" if floor else ""]
+            cells = [f"{mark}{first}{mark}{spread}", rounds, *[f"{floor:.1f}" if floor else ""] * has_floor]
             lines.append([str(batch), f"{mark}{name}{mark}", *cells])
         if prompts == "questions" and batch == 1:
             for mode in HF_NAMES:
                 if (result := result_of(data, "hf", mode)) is not None:
                     label = mode.replace("hf", "Hugging Face `generate`,")
-                    lines.append(["1", label, speed(result["tokens"] / result["seconds"]), "", ""])
+                    cells = [speed(result["tokens"] / result["seconds"]), "", *[""] * has_floor]
+                    lines.append(["1", label, *cells])
     return f"{markdown(lines, 2)}\n\n{BEST}\n\n{about_file(data, page)} Source: {page.link(path)}"
 
 

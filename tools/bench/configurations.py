@@ -48,12 +48,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "multi-layer": {"enable_multi_layer_eagle": True},
 }
 WORDS = (PLAIN, *SHAPES, *METHODS)
-# How to come by a draft that is not fetched.
-_MADE_BY = {
-    "standalone": f"`fledge models distill-draft {TARGET}` makes one",
-    "eagle3": "`fledge models train-head --algorithm EAGLE3` makes one, to be given as "
-    "--speculative-draft-model-path",
-}
 
 
 def canonical(word: str) -> str:
@@ -109,11 +103,12 @@ def flags_of(stage: Stage, given: dict[str, Any], name: str) -> dict[str, Any]:
     if name not in METHODS:
         return flags | _tree_flags(shape_of(name))
     draft = flags.get("speculative_draft_model_path")
-    if name in _MADE_BY and draft and "/" not in draft:  # else a folder or a hub id: the engine's matter
+    if name == "standalone" and "/" not in draft:  # a folder or a hub id is the engine's matter
         try:
             find_model(draft)
         except ModelError as error:
-            raise BadInput(f"{name} needs a draft: {_MADE_BY[name]}. {error}") from None
+            how = f"`fledge models distill-draft {TARGET}` makes one"
+            raise BadInput(f"{name} needs a draft: {how}. {error}") from None
     return flags
 
 

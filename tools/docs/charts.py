@@ -55,6 +55,7 @@ def files(repo: Path) -> dict[str, str]:
     for backend in BACKENDS:
         for prompts in SETS:
             found[f"{backend}-{prompts}"] = set_table(folder, PAGE, backend, prompts)
+    found["methods"] = set_table(folder, PAGE, "triton", "questions", "spec_v2")
     found["pairs"] = pairs_table(folder, PAGE)
     found["optimisations"] = optimisations(repo, folder)
     found["verification"] = verification(folder)

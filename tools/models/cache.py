@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MANIFEST = "fledge.json"
-FETCHED = ("smollm2-135m-instruct", "smollm2-135m-eagle")
+FETCHED = ("smollm2-135m-instruct", "smollm2-135m-eagle", "smollm2-135m-eagle3")
 
 
 class ModelError(Exception):

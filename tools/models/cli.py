@@ -21,7 +21,7 @@ def fetch(
         bool, typer.Option("--force", help="Convert anew even if the model is in place.")
     ] = False,
 ) -> None:
-    """Put the embedded model and its draft head in the cache."""
+    """Put the embedded model and its draft heads in the cache."""
     from .cache import ModelError
     from .fetch import fetch as fetch_models
 
