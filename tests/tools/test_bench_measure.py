@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.contract.probe import Probe
-from tools.bench import bench_plans, measure, steady
+from tools.bench import bench_plans, kernels, measure, steady
 from tools.bench.bench_plans import HF_MODES
 from tools.bench.bench_process import run_job
 from tools.bench.bench_results import load
@@ -281,3 +281,24 @@ def test_steady_rounds_on_a_gpu_know_the_host_where_graphs_are_on(flags) -> None
             assert min(found.device) > 0 and max(found.host) < max(found.rounds)
         else:
             assert found.host == []
+
+
+def test_the_table_of_kernels_has_the_plan_in_use_and_is_kept_row_by_row(tmp_path, monkeypatch) -> None:
+    """The library and every candidate are timed once; a run that breaks off keeps what it has."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "Layers", lambda _, rows, device: rows)
+    monkeypatch.setattr(kernels, "Bench", lambda device: None)
+    monkeypatch.setattr(kernels, "provenance", lambda device: {"device": device})
+    monkeypatch.setattr(kernels, "microseconds", lambda rows, _: 1 / 0 if rows == 2048 else float(rows))
+    path = tmp_path / "kernels.json"
+    with pytest.raises(IndexError):  # not even the library has run
+        kernels.main(str(path), (1, 8, 64, 1024, 2048))
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["rows"] for row in rows] == [1, 8, 64, 1024]
+    for row in rows:
+        plans = [tuple(plan.values()) for _, plan in row["plans_us"]]
+        assert len(plans) == len(set(plans))
+        if row["rows"] == 1024:
+            assert row["in_use"] is None
+        else:
+            assert tuple(row["in_use"].values()) in plans and row["library_us"] == row["rows"]

@@ -11,6 +11,7 @@ import importlib
 import itertools
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1
 STAGE = "stages.part4_worker"
 
 
-def candidates(fused: Any, rows: int) -> list[Any]:
-    """Plans worth trying at so many rows; None is the library."""
-    plans: list[Any] = [None]
+def candidates(fused: Any, rows: int, used: Any) -> list[Any]:
+    """Plans worth trying at so many rows: None, which is the library, the one in use, and others."""
+    plans: list[Any] = [None, used]
     if rows <= 8:
         block_m = 1 << (rows - 1).bit_length()
         plans += [fused.Plan("few_rows", block_m, block_n, 1) for block_n in (1, 2)]
@@ -45,7 +46,7 @@ def candidates(fused: Any, rows: int) -> list[Any]:
         ):
             if stages * block_k * (block_m + 2 * block_n) * 2 < 200_000:
                 plans.append(fused.Plan("tiles", block_m, block_n, 4, block_k, stages))
-    return plans
+    return list(dict.fromkeys(plans))
 
 
 class Layers:
@@ -78,41 +79,50 @@ def microseconds(layers: Layers, bench: Bench) -> float:
     return statistics.median(bench.seconds(layers.run)) * 1e6
 
 
-def measure(rows_list: tuple[int, ...]) -> list[dict[str, Any]]:
-    """One row of results for each row count: the library's time, and every plan's, best first."""
+def measure(rows_list: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """A result for each row count: the library's time, the plan in use, and every plan's time, best first."""
     fused = importlib.import_module(f"{STAGE}.kernels.triton.fused_linear")
     kernels = importlib.import_module(f"{STAGE}.kernels").load_kernels("triton")
-    bench, results = Bench("cuda"), []
+    bench, plan_for = Bench("cuda"), fused.plan_for
     for rows in rows_list:
-        layers, timed = Layers(kernels, rows, "cuda"), []
-        for plan in candidates(fused, rows):
+        layers, used = Layers(kernels, rows, "cuda"), plan_for(rows, DTYPE)
+        timed = []
+        for plan in candidates(fused, rows, used):
             fused.plan_for = lambda rows, dtype, plan=plan: plan
             try:
                 timed.append((microseconds(layers, bench), None if plan is None else plan._asdict()))
             except Exception as error:
                 print(f"{rows} rows, {plan}: {type(error).__name__}: {str(error)[:80]}", flush=True)
+            finally:
+                fused.plan_for = plan_for
         library, best = timed[0][0], sorted(timed[1:], key=lambda pair: pair[0])
-        results.append({"rows": rows, "library_us": library, "plans_us": best})
         print(
             f"{rows:5d} rows: library {library:6.0f} us",
             *(f"| {t:5.0f} {p}" for t, p in best[:2]),
             flush=True,
         )
-    return results
+        yield {
+            "rows": rows,
+            "library_us": library,
+            "in_use": None if used is None else used._asdict(),
+            "plans_us": best,
+        }
 
 
 def main(path: str, rows_list: tuple[int, ...] = ROWS) -> None:
-    """Measure and write `path`; microseconds are medians of one pass through all layers."""
-    found = {
+    """Measure, and write `path` after each row count. Times are medians of one pass through all layers."""
+    found: dict[str, Any] = {
         "format": "fledge-kernels",
         "version": 1,
         **provenance("cuda"),
         "command": "python -m tools.bench.kernels OUT.json",
         "model": MODEL,
         "dtype": str(DTYPE).removeprefix("torch."),
-        "rows": measure(rows_list),
+        "rows": [],
     }
-    json_files.write(Path(path), found)
+    for result in measure(rows_list):
+        found["rows"].append(result)
+        json_files.write(Path(path), found)
 
 
 if __name__ == "__main__":
