@@ -93,7 +93,7 @@ class Engine:
             self._abort(requests.reqs)
             raise
         with self._lock:  # another thread's step may have ended a request and not be done with it
-            results = [requests.result(req) for req in requests.reqs]
+            results = requests.results()
         return results if requests.is_batch else results[0]
 
     def abort_request(self, rid: str) -> bool:

@@ -391,15 +391,14 @@ def test_short_prompts_are_replayed(stage, engines, zoo, tree):
         assert done.tokens == [zoo.r0(p, max_new_tokens=6) for p in prompts]
         names = ["prefill", "draft_prefill"] if tree and stage.has("tree") else ["prefill"]
         prefills = [key for key in keys if key[0].endswith("prefill")]
-        assert prefills == ([] if size is None else [(name, (size, 8)) for name in names]), lengths
+        assert prefills == ([] if size is None else [(name, (size, 8, size)) for name in names]), lengths
 
 
 def test_a_prefill_needs_room_for_its_rows_its_requests_and_its_longest(stage, engines, zoo, monkeypatch):
     module = stage.module("model_executor.extend_cuda_graphs")
-    monkeypatch.setattr(module, "_SHAPES", ((16, 1), (16, 3), (32, 3)))
-    monkeypatch.setattr(module, "_LONGEST", 12)
+    monkeypatch.setattr(module, "_SHAPES", ((16, 1, 16), (16, 3, 12), (32, 1, 32), (32, 3, 12)))
     chosen = {}
-    for lengths in ((9,), (4, 5), (10, 7), (4, 4, 4, 4), (13,), (12, 12, 9)):
+    for lengths in ((9,), (13,), (4, 5), (13, 3), (10, 7), (20,), (13, 9), (4, 4, 4, 4), (12, 12, 9)):
         engine = engines.get(cuda_graph_bs=[1, 3], max_running_requests=5)
         assert engine.flush_cache()
         prompts = zoo.prompts(lengths, 3)
@@ -409,8 +408,17 @@ def test_a_prefill_needs_room_for_its_rows_its_requests_and_its_longest(stage, e
             ]
         chosen[lengths] = [shape for name, shape in keys if name == "prefill"]
     assert chosen == {
-        (9,): [(16, 1)], (4, 5): [(16, 3)], (10, 7): [(32, 3)], (4, 4, 4, 4): [], (13,): [], (12, 12, 9): [],
+        (9,): [(16, 1, 16)], (13,): [(16, 1, 16)], (4, 5): [(16, 3, 12)], (13, 3): [], (10, 7): [(32, 3, 12)],
+        (20,): [(32, 1, 32)], (13, 9): [], (4, 4, 4, 4): [], (12, 12, 9): [],
     }  # fmt: skip
+
+
+def test_the_shapes_of_a_gpu_are_in_order(stage):
+    """The first that fits is taken, and the last has the buffers' sizes."""
+    for shapes in (module := stage.module("model_executor.extend_cuda_graphs"))._SHAPES, module._GPU_SHAPES:
+        assert list(shapes) == sorted(shapes)
+        assert shapes[-1][:2] == (max(rows for rows, *_ in shapes), max(bs for _, bs, _ in shapes))
+        assert all(longest <= rows for rows, _, longest in shapes)
 
 
 @shapes

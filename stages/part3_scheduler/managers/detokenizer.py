@@ -31,6 +31,20 @@ def _silent_ids(tokenizer: Any) -> frozenset[int]:
     return ids
 
 
+def decode_batch(tokenizer: Any, rows: list[list[int]]) -> list[str]:
+    """The texts of whole answers, without special tokens.
+
+    A fast tokenizer spreads a batch over the cores, which `transformers` does not ask it to. While texts are
+    made the device has nothing to do.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return backend.decode_batch(rows, skip_special_tokens=True)
+    return [
+        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in rows
+    ]
+
+
 class IncrementalDetokenizer:
     """The text of one request.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..configs.model_config import ModelConfig
 from ..sampling.sampling_params import SamplingParams
 from ..server_args import ServerArgs
-from .detokenizer import IncrementalDetokenizer
+from .detokenizer import IncrementalDetokenizer, decode_batch
 from .schedule_batch import Logprobs, Req
 
 if TYPE_CHECKING:
@@ -117,8 +117,15 @@ class GenerateRequests:
     def finished(self) -> bool:
         return all(r.finished() for r in self.reqs)
 
+    def results(self) -> list[dict[str, Any]]:
+        """`result` of every request."""
+        return [self._result(req, text) for req, text in zip(self.reqs, self._texts(self.reqs), strict=True)]
+
     def result(self, req: Req) -> dict[str, Any]:
         """What upstream's `generate` returns for one request, as far as it has got."""
+        return self._result(req, *self._texts([req]))
+
+    def _result(self, req: Req, text: str | None) -> dict[str, Any]:
         end = req.finished_time or time.perf_counter()
         completion = len(req.output_ids)
         meta: dict[str, Any] = {
@@ -152,18 +159,24 @@ class GenerateRequests:
                 meta["input_token_ids_logprobs"] = [None, *scores.input_ids]
         if req.return_hidden_states:
             meta["hidden_states"] = [row.tolist() for row in req.hidden_states]
-        return {"text": self._text(req), "output_ids": list(req.output_ids), "meta_info": meta}
+        return {"text": text, "output_ids": list(req.output_ids), "meta_info": meta}
 
-    def _text(self, req: Req) -> str | None:
+    def _texts(self, reqs: list[Req]) -> list[str | None]:
         if self.tokenizer is None:
-            return None
-        reason, ids = req.finished_reason, req.output_ids
+            return [None] * len(reqs)
+        shown = [self._shown(req) for req in reqs]
+        decoded = iter(decode_batch(self.tokenizer, [ids for ids in shown if not isinstance(ids, str)]))
+        return [text if isinstance(text, str) else next(decoded) for text in shown]
+
+    def _shown(self, req: Req) -> str | list[int]:
+        """A request's text where it has been made already, else the tokens that it is made of."""
+        reason = req.finished_reason
         stopped_by_token = reason is not None and isinstance(reason.matched, int)
         if stopped_by_token and not req.sampling_params.no_stop_trim:
-            ids = ids[:-1]
-        elif req.detokenizer is not None:
+            return req.output_ids[:-1]
+        if req.detokenizer is not None:
             return req.detokenizer.final_text() if req.finished() else req.detokenizer.stream_text()
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return req.output_ids
 
 
 def _token_ids(tokenizer: Any, prompt: Any, input_ids: Any) -> tuple[list[list[int]], bool]:

@@ -7,6 +7,7 @@ prompts run eagerly; there the GPU has enough to do. Upstream records decode ste
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,11 @@ from .forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 if TYPE_CHECKING:
     from .model_runner import ModelRunner
 
-# (rows, requests), ascending. Without a GPU nothing is saved by filling up a large batch.
-_SHAPES = tuple((rows, 8) for rows in (16, 32, 48, 64, 96, 128, 192, 256))
-_GPU_SHAPES = (*_SHAPES, *((rows, 64) for rows in (512, 1024, 2048, 4096)))
-_LONGEST = 256  # rows of one request
+# (rows, requests, rows of one request), ascending. Attention has a program for each tile that a request might
+# have, so many requests are short ones. Without a GPU nothing is saved by filling up a large batch.
+_SHAPES = tuple((rows, 8, rows) for rows in (16, 32, 48, 64, 96, 128, 192, 256))
+_GPU_SHAPES = (*_SHAPES, (512, 8, 512), (512, 64, 256), (1024, 8, 1024), (1024, 64, 256), (2048, 64, 256),
+               (4096, 64, 256), (8192, 128, 256))  # fmt: skip
 
 _PER_ROW = ("input_ids", "positions", "out_cache_loc")
 _PER_REQUEST = ("req_pool_indices", "prefix_lens", "seq_lens", "last_rows")
@@ -53,7 +55,7 @@ class ExtendCudaGraphs:
         self.name = "draft_prefill" if is_draft else "prefill"
         device = model_runner.device
         self.shapes = _GPU_SHAPES if device.type == "cuda" else _SHAPES
-        most_rows, most_requests = self.shapes[-1]
+        most_rows, most_requests, _ = self.shapes[-1]
         widths = [most_rows] * len(_PER_ROW) + [most_requests] * len(_PER_REQUEST)
         self.packed = torch.zeros(sum(widths), dtype=torch.int64, device=device)
         self.static = dict(zip(_PER_ROW + _PER_REQUEST, self.packed.split(widths), strict=True))
@@ -61,7 +63,7 @@ class ExtendCudaGraphs:
         self.hidden_states = None
         if is_draft and (hidden := model_runner.model_config.fed_hidden_size):
             self.hidden_states = torch.zeros(most_rows, hidden, dtype=model_runner.dtype, device=device)
-        self._captured: set[tuple[int, int]] = set()
+        self._captured: set[tuple[int, int, int]] = set()
         if device.type == "cuda":
             for shape in self.shapes[::-1]:
                 self._capture(shape)
@@ -69,14 +71,14 @@ class ExtendCudaGraphs:
     def run(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput | None:
         """The forward of a prefill, with results of its own; None if it has to run eagerly."""
         rows, bs = len(forward_batch.input_ids), len(forward_batch.req_pool_indices)
-        fits = (shape for shape in self.shapes if rows <= shape[0] and bs <= shape[1])
-        shape = next(fits, None)
+        needs = (rows, bs, forward_batch.max_q_len)
+        shape = next((shape for shape in self.shapes if all(map(operator.le, needs, shape))), None)
         asks_more = (
             forward_batch.topk != self.topk
             or forward_batch.capture_hidden_mode != self.capture_hidden_mode
             or forward_batch.input_logprobs is not None
         )
-        if shape is None or forward_batch.max_q_len > _LONGEST or asks_more:
+        if shape is None or asks_more:
             return None
         if shape not in self._captured:
             self._capture(shape)
@@ -100,16 +102,16 @@ class ExtendCudaGraphs:
             else output.hidden_states[: rows if is_full else bs].clone(),
         )
 
-    def _capture(self, shape: tuple[int, int]) -> None:
+    def _capture(self, shape: tuple[int, int, int]) -> None:
         self.packed.zero_()  # a larger prompt's last rows would point behind this shape's
         self.q_start_loc.zero_()
-        rows, requests = shape
+        rows, requests, longest = shape
         fields = {name: self.static[name][:rows] for name in _PER_ROW}
         fields |= {name: self.static[name][:requests] for name in _PER_REQUEST}
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             q_start_loc=self.q_start_loc[: requests + 1],
-            max_q_len=min(rows, _LONGEST),
+            max_q_len=longest,
             attn_backend=self.model_runner.attn_backend,
             capture_hidden_mode=self.capture_hidden_mode,
             topk=self.topk,

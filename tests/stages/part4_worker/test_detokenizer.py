@@ -1,6 +1,7 @@
 """Text as it streams: never half a character, never part of a stop, and the same however tokens cut it."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stages.part4_worker.managers.detokenizer import IncrementalDetokenizer
+from stages.part4_worker.managers.detokenizer import IncrementalDetokenizer, decode_batch
 
 CORPUS = [
     "the quick brown fox stops at the END of the line",
@@ -83,6 +84,18 @@ def test_any_ids_give_what_decoding_them_at_once_gives(tokenizer, data):
     _, _, streamed = run(detokenizer, ids)
     assert detokenizer.final_text() == tokenizer.decode(known, skip_special_tokens=True)
     assert_grows(streamed, detokenizer.final_text())
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "byte_fallback_tokenizer"])
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_many_answers_at_once_read_as_each_alone(request, kind, data):
+    """Also where the tokenizer is none of Rust's, which decodes one after the other."""
+    tokenizer = request.getfixturevalue(kind)
+    rows = data.draw(st.lists(st.lists(st.integers(0, len(tokenizer) - 1), max_size=20), max_size=5))
+    alone = [tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]
+    slow = SimpleNamespace(decode=tokenizer.decode)
+    assert decode_batch(tokenizer, rows) == alone == decode_batch(slow, rows)
 
 
 def test_no_incomplete_character_is_streamed(tokenizer):
