@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ class GenerationBatchResult:
     hidden_states: torch.Tensor | np.ndarray | None = None  # [bs · width, hidden] float32
     input_logprobs: LogprobRows | None = None  # rows as in ModelWorkerBatch.input_logprobs
     readback: Readback | None = field(default=None, repr=False)
-    tokens: list[list[int]] = field(default_factory=list)  # on the host: each request's tokens
 
     _PLAIN = ("next_token_ids", "is_finite", "accept_index", "hidden_states")
     _SCORED = ("logprobs", "input_logprobs")
@@ -52,11 +52,13 @@ class GenerationBatchResult:
         result = GenerationBatchResult(**fields)
         # Every request asks for its own: a list answers faster than an array.
         result.is_finite = np.isfinite(result.is_finite).tolist()
-        result.tokens = fields["next_token_ids"].tolist()
-        if self.accept_index is not None:
-            paths = fields["accept_index"].tolist()
-            result.tokens = [
-                row if path[-1] >= 0 else row[: path.index(-1)]
-                for row, path in zip(result.tokens, paths, strict=True)
-            ]
         return result
+
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """Each request's tokens, on the host."""
+        tokens = self.next_token_ids.tolist()
+        if self.accept_index is None:
+            return tokens
+        paths = zip(tokens, self.accept_index.tolist(), strict=True)
+        return [row if path[-1] >= 0 else row[: path.index(-1)] for row, path in paths]

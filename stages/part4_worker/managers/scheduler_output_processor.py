@@ -40,11 +40,9 @@ class SchedulerOutputProcessorMixin:
         # A speculative worker has appended what it accepted, and checked for the end inside each run.
         if self.spec_algorithm.is_none():
             batch.book_decode_slots()  # while the device works
-            result = result.read()
-            for i, req in enumerate(batch.reqs):
-                req.take(result, i)
+            batch.take(result.read())
         for req in batch.reqs:
-            if req.finished():
+            if req.finished_reason is not None:
                 self._release(req)
 
     def _take_input_logprobs(self: Scheduler, batch: ScheduleBatch, result: GenerationBatchResult) -> None:

@@ -73,7 +73,7 @@ class EAGLEWorker(EagleForwards):
         return (
             batch.req_pool_indices,
             batch.seq_lens,
-            batch.output_positions(),
+            batch.seq_lens + 1 - batch.prompt_lens,
             draft_slots,
             batch.out_cache_loc,
             batch.seq_lens + self.speculative_num_draft_tokens,
