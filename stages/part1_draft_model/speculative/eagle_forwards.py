@@ -76,7 +76,7 @@ class EagleForwards(TpModelWorker):
         arrays = (
             batch.req_pool_indices,
             batch.seq_lens,
-            batch.output_positions(),
+            batch.seq_lens + 1 - batch.prompt_lens,
             batch.out_cache_loc,
             batch.seq_lens + self.speculative_num_draft_tokens,
         )

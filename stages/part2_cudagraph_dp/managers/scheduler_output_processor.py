@@ -38,10 +38,9 @@ class SchedulerOutputProcessorMixin:
         self: Scheduler, batch: ScheduleBatch, result: GenerationBatchResult
     ) -> None:
         batch.book_decode_slots()  # while the device works
-        result = result.read()
-        for i, req in enumerate(batch.reqs):
-            req.take(result, i)
-            if req.finished():
+        batch.take(result.read())
+        for req in batch.reqs:
+            if req.finished_reason is not None:
                 self._release(req)
 
     def _take_input_logprobs(self: Scheduler, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
