@@ -44,10 +44,12 @@ def simulate(stage, prompt, output, flags) -> list[int]:
         flags.get("speculative_ngram_max_bfs_breadth", 10),
         flags.get("speculative_ngram_match_type", "BFS"),
     )
-    twin.append([0], [[*prompt, output[0]]])
-    done, rounds = 1, []
+    twin.append([0], [prompt])
+    done, rounds, heard = 1, [], [output[:1]]
     while done < len(output):
-        tokens, _, _, child, sibling = twin.match([0], flags["speculative_num_draft_tokens"])[:, 0].tolist()
+        trees = twin.match([0], flags["speculative_num_draft_tokens"], heard)
+        twin.append([0], heard)
+        tokens, _, _, child, sibling = trees[:, 0].tolist()
         row, start = 0, done
         while done < len(output):
             said = output[done]
@@ -58,7 +60,7 @@ def simulate(stage, prompt, output, flags) -> list[int]:
             if row < 0:
                 break
         rounds.append(done - start)
-        twin.append([0], [output[start:done]])
+        heard = [output[start:done]]
     return rounds
 
 

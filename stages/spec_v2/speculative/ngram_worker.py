@@ -4,7 +4,9 @@ Restates sglang/srt/speculative/ngram_worker.py. A round is a look-up on the hos
 all methods share. The look-up starts from a request's last tokens, so the job of a step first waits for what
 the step before has accepted, as upstream's does: for the same copy that the scheduler reads then. The device
 idles while the host matches and sends the trees; scheduling, streaming and the end of requests overlap with
-it all the same, and a prompt is taken in while its prefill runs.
+it all the same. So does remembering, which takes longer than looking up: a prompt is taken in while its
+prefill runs, and what a round has accepted while the next one is verified. The trees of that next one go on
+from it, and do not find it yet.
 
 A request that has ended takes part in one more round, and what that accepts is remembered like all else: it
 was said, if to nobody.
@@ -67,9 +69,11 @@ class NGRAMWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         if batch.forward_mode.is_extend():
             return self.forward_extend(batch, on_publish)
-        verify_input = self.draft(batch)
+        heard = self.hear()
+        verify_input = self.draft(batch, heard)
         output = self.verify(batch, verify_input)
         on_publish()
+        self.corpus.append(list(heard), list(heard.values()))
         self._unread.append((self._ids_of(batch), output.result))
         return output.result
 
@@ -111,21 +115,23 @@ class NGRAMWorker(BaseSpecWorker):
     def _ids_of(self, batch: ModelWorkerBatch) -> list[int]:
         return [self._ids[row] for row in batch.req_pool_indices.tolist()]
 
-    def take_in(self) -> None:
-        """Wait for the last step's tokens, and remember all that were not remembered yet."""
-        present = set(self._ids.values())
+    def hear(self) -> dict[int, list[int]]:
+        """Wait for the last step's tokens; all that requests have said and the corpus has not been told."""
+        present, heard = set(self._ids.values()), {}
         for ids, result in self._unread:
             # A graph's result has padding rows behind those of the requests.
-            runs = {i: run for i, run in zip(ids, result.read().tokens, strict=False) if i in present}
-            self.corpus.append(list(runs), list(runs.values()))
+            for i, run in zip(ids, result.read().tokens, strict=False):
+                if i in present:
+                    heard[i] = heard.get(i, []) + run
         self._unread.clear()
+        return heard
 
     # ---- what may come next ----
 
-    def draft(self, batch: ModelWorkerBatch) -> EagleVerifyInput:
+    def draft(self, batch: ModelWorkerBatch, heard: dict[int, list[int]]) -> EagleVerifyInput:
         """Look up a tree for every request; where nothing matches it is the last token alone."""
-        self.take_in()
-        trees = self.corpus.match(self._ids_of(batch), self.speculative_num_draft_tokens)
+        ids = self._ids_of(batch)
+        trees = self.corpus.match(ids, self.speculative_num_draft_tokens, [heard.get(i, []) for i in ids])
         size = self.graphs.padded_size(len(batch.reqs), batch.global_step)
         if size is not None:
             return self.round_graphs.draft(size, batch, trees)

@@ -21,7 +21,7 @@ RUNS = st.lists(st.tuples(REQUESTS, st.lists(st.integers(0, 4), max_size=12)), m
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("append"), RUNS),
-        st.tuples(st.just("match"), st.lists(REQUESTS, max_size=3), st.sampled_from([1, 2, 5, 12, 64])),
+        st.tuples(st.just("match"), RUNS, st.sampled_from([1, 2, 5, 12, 64])),
         st.tuples(st.just("forget"), REQUESTS),
     ),
     max_size=30,
@@ -46,14 +46,15 @@ def test_cpp_is_its_twin(arguments, steps):
     """The same trees to the last sibling, the same nodes evicted, whatever happens in whatever order."""
     corpus, twin = NgramCorpus(*arguments), NgramTwin(*arguments)
     for name, *what in steps:
-        if name == "append":
-            ids, runs = [i for i, _ in what[0]], [run for _, run in what[0]]
-            corpus.append(ids, runs), twin.append(ids, runs)
-        elif name == "match":
-            have, want = corpus.match(*what), twin.match(*what)
-            assert have.shape == want.shape and np.array_equal(have, want)
-        else:
+        if name == "forget":
             corpus.forget(*what), twin.forget(*what)
+        else:
+            ids, runs = [i for i, _ in what[0]], [run for _, run in what[0]]
+            if name == "append":
+                corpus.append(ids, runs), twin.append(ids, runs)
+            else:
+                have, want = corpus.match(ids, what[1], runs), twin.match(ids, what[1], runs)
+                assert have.shape == want.shape and np.array_equal(have, want)
         assert corpus.size == twin.size <= arguments[0]
 
 
@@ -108,6 +109,20 @@ def test_fields_of_a_tree(make):
     for row in range(drafts, n):
         assert (tokens[row], mask[row], depth[row], child[row], sibling[row]) == (0, 1 << row, 0, -1, -1)
     assert paths(corpus.match([0], n)[:, 0]) >= {(3, 5, 1, 2), (3, 1), (4, 1)}
+
+
+def test_what_is_said_besides_is_gone_on_from_and_not_kept(make):
+    """The trees of a look-up ahead are those behind the same words, of what was known before them."""
+    corpus = make(1000, 6)
+    corpus.append([0, 1], [[1, 2, 3, 1, 2, 4], [1, 2, 5, 9]])
+    size, before = corpus.size, corpus.match([0, 1], 12)
+    ahead = corpus.match([0, 1], 12, [[9, 1, 2], []])
+    assert ahead[0, 0, 0] == 2 and paths(ahead[:, 0]) >= {(4,), (3, 1, 2), (5, 9)}
+    assert np.array_equal(ahead[:, 1], before[:, 1])
+    assert paths(corpus.match([0], 12, [[9, 9]])[:, 0]) == set(), "the first 9 is not found yet"
+    assert corpus.size == size and np.array_equal(corpus.match([0, 1], 12), before)
+    corpus.append([0], [[9, 9]])
+    assert (9,) in paths(corpus.match([0], 12)[:, 0])
 
 
 def test_the_longest_match_is_asked_first(make):

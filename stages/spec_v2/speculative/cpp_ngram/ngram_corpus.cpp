@@ -87,17 +87,17 @@ class Corpus {
     requests_.erase(found);
   }
 
-  // Fills rows 0 … n − 1 of each field; their meaning is in ngram_corpus.py.
-  void match(int64_t id, int32_t n, int64_t* token, int64_t* mask, int64_t* depth, int64_t* first_child,
-             int64_t* next_sibling) {
-    Request& request = find_or_begin(id);
+  // Fills rows 0 … n − 1 of each field; their meaning, and that of `said`, is in ngram_corpus.py.
+  void match(int64_t id, const int64_t* said, int64_t count, int32_t n, int64_t* token, int64_t* mask,
+             int64_t* depth, int64_t* first_child, int64_t* next_sibling) {
+    const Request& request = find_or_begin(id);
     std::vector<int32_t> parent(n, kNone), last_child(n, kNone);
     for (int32_t row = 0; row < n; ++row) {
       token[row] = depth[row] = 0;
       mask[row] = static_cast<int64_t>(uint64_t{1} << row);
       first_child[row] = next_sibling[row] = kNone;
     }
-    token[0] = request.last_token;
+    token[0] = count == 0 ? request.last_token : said[count - 1];
     int32_t size = 1;
     for (int32_t length = max_depth_ - 1; length > 0 && size < n; --length) {
       for (const std::vector<Ref>& ends : request.ends) {
@@ -111,7 +111,7 @@ class Corpus {
             child = nodes_[child].next_sibling;
           }
         };
-        if (const int32_t end = alive(ends[length]); end != kNone) propose(end, 1.0, 0);
+        if (const int32_t end = end_of(ends, length, said, count); end != kNone) propose(end, 1.0, 0);
         while (!queue.empty() && size < n) {
           const Candidate best = queue.top();
           queue.pop();
@@ -151,6 +151,15 @@ class Corpus {
 
   int32_t alive(Ref ref) const {
     return ref.node != kNone && nodes_[ref.node].life == ref.life ? ref.node : kNone;
+  }
+
+  // The node of the last `length` tokens, `said` included: from where `ends` leaves off, or from the root.
+  int32_t end_of(const std::vector<Ref>& ends, int64_t length, const int64_t* said, int64_t count) {
+    int32_t node = alive(ends[std::max<int64_t>(length - count, 0)]);
+    for (int64_t i = std::max<int64_t>(count - length, 0); i < count && node != kNone; ++i) {
+      node = find(node, static_cast<int32_t>(said[i]));
+    }
+    return node;
   }
 
   // Children that a match of `depth` tokens proposes.
@@ -354,14 +363,16 @@ int ngram_forget(void* corpus, int64_t request) {
   return guarded([&] { static_cast<Corpus*>(corpus)->forget(request); });
 }
 
-// fields: [5, count, n].
-int ngram_match(void* corpus, const int64_t* requests, int64_t count, int32_t n, int64_t* fields) {
+// Request i has said tokens[starts[i]] … tokens[starts[i + 1] − 1] besides. fields: [5, count, n].
+int ngram_match(void* corpus, const int64_t* requests, const int64_t* tokens, const int64_t* starts,
+                int64_t count, int32_t n, int64_t* fields) {
   return guarded([&] {
     const int64_t field = count * n;
     for (int64_t i = 0; i < count; ++i) {
       int64_t* first = fields + i * n;
-      static_cast<Corpus*>(corpus)->match(requests[i], n, first, first + field, first + 2 * field,
-                                          first + 3 * field, first + 4 * field);
+      static_cast<Corpus*>(corpus)->match(requests[i], tokens + starts[i], starts[i + 1] - starts[i], n, first,
+                                          first + field, first + 2 * field, first + 3 * field,
+                                          first + 4 * field);
     }
   });
 }

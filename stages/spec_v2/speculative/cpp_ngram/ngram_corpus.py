@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -80,26 +81,41 @@ class NgramCorpus:
 
     def append(self, requests: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         """Each of `requests` goes on with its `tokens`. One that is not known begins with them."""
-        starts = np.cumsum([0, *map(len, tokens)])
-        flat = np.fromiter((token for run in tokens for token in run), np.int64, int(starts[-1]))
-        ids = np.array(requests, dtype=np.int64)
-        _check(self._library.ngram_append(self._handle, ids, flat, starts, len(ids)))
+        ids, runs = _longs(requests), _flat(tokens)
+        _check(self._library.ngram_append(self._handle, ids, *runs, len(ids)))
 
     def forget(self, request: int) -> None:
         """A request's own trie goes; what it has said stays in the shared one."""
         _check(self._library.ngram_forget(self._handle, request))
 
-    def match(self, requests: Sequence[int], num_draft_tokens: int) -> np.ndarray:
+    def match(
+        self, requests: Sequence[int], num_draft_tokens: int, said: Sequence[Sequence[int]] | None = None
+    ) -> np.ndarray:
         """The trees to verify: int64 [5, bs, num_draft_tokens], at most 64 of them.
+
+        `said` is what each request has said and `append` will be told later: the matches end with it, and
+        nothing in it is found yet. To look up takes a fraction of the time that it takes to remember.
 
         Row 0 of a tree is the request's last token, and a parent comes before its children. The fields:
         tokens; mask bits (row i sees row j); depths; each row's first child and its next sibling, −1 for
         none. Rows to which nothing was found see themselves alone and hang on nobody.
         """
-        ids = np.array(requests, dtype=np.int64)
+        ids, runs = _longs(requests), _flat(said or [()] * len(requests))
         fields = np.empty((5, len(ids), num_draft_tokens), dtype=np.int64)
-        _check(self._library.ngram_match(self._handle, ids, len(ids), num_draft_tokens, fields))
+        out = fields.ctypes.data
+        _check(self._library.ngram_match(self._handle, ids, *runs, len(ids), num_draft_tokens, out))
         return fields
+
+
+def _longs(numbers: Sequence[int]) -> ctypes.Array:
+    """As C has them; an array of numpy's would take longer to hand over than to match."""
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def _flat(runs: Sequence[Sequence[int]]) -> tuple[ctypes.Array, ctypes.Array]:
+    """All tokens one after the other, and where each run begins and the last one ends."""
+    starts = list(itertools.accumulate(map(len, runs), initial=0))
+    return _longs(list(itertools.chain.from_iterable(runs))), _longs(starts)
 
 
 def make_corpus(server_args: ServerArgs) -> NgramCorpus | NgramTwin:
@@ -163,14 +179,14 @@ def load_library() -> ctypes.CDLL:
     """The library with its functions' types."""
     library = ctypes.CDLL(str(build_library()))
     handle, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    array = np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
+    array = ctypes.c_void_p  # of int64
     types = {
         "ngram_new": (handle, number, small, small, small, small),
         "ngram_delete": (None, handle),
         "ngram_size": (number, handle),
         "ngram_append": (ctypes.c_int, handle, array, array, array, number),
         "ngram_forget": (ctypes.c_int, handle, number),
-        "ngram_match": (ctypes.c_int, handle, array, number, small, array),
+        "ngram_match": (ctypes.c_int, handle, array, array, array, number, small, array),
     }
     for name, (returned, *arguments) in types.items():
         function = getattr(library, name)

@@ -133,9 +133,22 @@ class NgramTwin:
 
     # ---- what may come next ----
 
-    def match(self, requests: Sequence[int], num_draft_tokens: int) -> np.ndarray:
-        trees = [self._tree(self._find_or_begin(r), num_draft_tokens) for r in requests]
+    def match(
+        self, requests: Sequence[int], num_draft_tokens: int, said: Sequence[Sequence[int]] | None = None
+    ) -> np.ndarray:
+        trees = [
+            self._tree(self._find_or_begin(request_id), list(more), num_draft_tokens)
+            for request_id, more in zip(requests, said or [()] * len(requests), strict=True)
+        ]
         return np.array(trees, dtype=np.int64).reshape(-1, 5, num_draft_tokens).transpose(1, 0, 2)
+
+    def _end(self, ends: list[Node | None], length: int, said: list[int]) -> Node | None:
+        """The node of the last `length` tokens, `said` included."""
+        node = ends[max(length - len(said), 0)]
+        node = node if node is not None and node.is_alive else None
+        for token in said[max(len(said) - length, 0) :]:
+            node = node and node.children.get(token)
+        return node
 
     def _breadth(self, depth: int) -> int:
         """Children that a match of `depth` tokens proposes."""
@@ -143,8 +156,8 @@ class NgramTwin:
             return self.max_breadth
         return self.max_breadth - (self.max_breadth - self.min_breadth) * (depth - 1) // (self.max_depth - 2)
 
-    def _tree(self, request: Request, n: int) -> list[list[int]]:
-        token, depth = [request.last_token], [0]
+    def _tree(self, request: Request, said: list[int], n: int) -> list[list[int]]:
+        token, depth = [said[-1] if said else request.last_token], [0]
         mask, children = [1], [[]]  # bits; rows
         for length in range(self.max_depth - 1, 0, -1):
             for ends in request.ends:
@@ -157,7 +170,7 @@ class NgramTwin:
                         heapq.heappush(queue, (-here, order, child, row))  # noqa: B023
                         order += 1
 
-                if (end := ends[length]) is not None and end.is_alive:
+                if (end := self._end(ends, length, said)) is not None:
                     propose(end, 1.0, 0)
                 while queue and len(token) < n:
                     minus_p, _, node, parent = heapq.heappop(queue)
