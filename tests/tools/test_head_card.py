@@ -1,6 +1,7 @@
 """The heads that ship: they load, and their cards say what their JSON files say."""
 
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,9 +104,8 @@ def test_the_numbers_are_this_head_s_and_good_enough(head):
 def test_the_head_is_small_and_loads(head):
     path = head.folder / "model.safetensors"
     assert path.stat().st_size < head.bars[0]
-    loaded = load_head(
-        head.folder
-    )  # refuses a missing, surplus or misshapen tensor, and a map that leads astray
+    # Refuses a missing, surplus or misshapen tensor, and a map that leads astray.
+    loaded = load_head(head.folder)
     tensors = load_file(path)
     weights = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     assert all(tensor.dtype == torch.bfloat16 and tensor.isfinite().all() for tensor in weights.values())
@@ -120,10 +120,14 @@ def test_what_a_vocabulary_covers_stands_in_the_card(head):
         assert load_head(head.folder).hot_token_id is None
         return
     assert f"{vocabulary['tokens']:,} tokens" in head.card and load_head(head.folder).hot_token_id is not None
-    covered = head.found["coverage"]
+    covered, missed = head.found["coverage"], head.found["not_proposable"]
     assert covered["held_out"] == vocabulary["held_out"]
-    for part in (vocabulary["training"], *covered.values()):
-        assert f"{100 * part:.1f} %" in head.card
+    assert covered["questions"] == pytest.approx(1 - missed["missed"] / missed["tokens"], abs=1e-5)
+    parts = [f"{100 * part:.1f} %" for part in (vocabulary["training"], *covered.values())]
+    assert re.findall(r"\d+\.\d %", head.card) == parts
+    assert (
+        f"cannot propose {missed['missed']}, and {missed['missed_by_token'][' imperialism']} of" in head.card
+    )
 
 
 def test_the_log_ends_where_the_run_did(head):

@@ -113,8 +113,9 @@ def bench(
         refuse_existing(path, fresh)
         chosen = tuple(sorted(set(batch or (32,))))
         with progress(2 + len(sets) * len(chosen)) as advance:
-            data = measure_pairs(both, sets, chosen, pairs, max_new_tokens, raw, path, advance, idle)
-        typer.echo("\n".join([*lines_of(data), f"raw numbers: {path}"]))
+            measure_pairs(both, sets, chosen, pairs, max_new_tokens, raw, path, advance, idle)
+        # As the file has it: its numbers are rounded.
+        typer.echo("\n".join([*lines_of(load_pairs(path)), f"raw numbers: {path}"]))
         return
     if idle:
         raise BadInput("--idle compares two engines: name the other one with --against.")

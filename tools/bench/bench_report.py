@@ -37,7 +37,7 @@ DOCUMENTS = ("README.md", "docs/data/bench/README.md")
 BLOCK = re.compile(r"(<!-- bench (?P<name>[^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 COLUMNS = ("tokens/s", "a round")
 SPREAD = "Below a speed stand the slowest and the fastest run."
-BEST = f"{SPREAD} Bold is the best measured of all shapes at its batch size."
+BEST = f"{SPREAD} Bold is the best of EAGLE's shapes at its batch size."
 AGAINST = (
     f"{SPREAD} No difference is seen where the runs of two stages overlap. Two speeds are those of two "
     f"processes that disagree: they are more than {DISAGREE}× apart, and no ratio is made of them."

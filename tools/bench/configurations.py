@@ -103,7 +103,7 @@ def flags_of(stage: Stage, given: dict[str, Any], name: str) -> dict[str, Any]:
     if name not in METHODS:
         return flags | _tree_flags(shape_of(name))
     draft = flags.get("speculative_draft_model_path")
-    if name == "standalone" and "/" not in draft:  # a folder or a hub id is the engine's matter
+    if name == "standalone" and draft and "/" not in draft:  # a folder or a hub id is the engine's matter
         try:
             find_model(draft)
         except ModelError as error:

@@ -86,16 +86,19 @@ def measure(rows_list: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     bench, plan_for = Bench("cuda"), fused.plan_for
     for rows in rows_list:
         layers, used = Layers(kernels, rows, "cuda"), plan_for(rows, DTYPE)
-        timed = []
+        timed: dict[Any, float] = {}
         for plan in candidates(fused, rows, used):
             fused.plan_for = lambda rows, dtype, plan=plan: plan
             try:
-                timed.append((microseconds(layers, bench), None if plan is None else plan._asdict()))
+                timed[plan] = microseconds(layers, bench)
             except Exception as error:
+                if plan in (None, used):
+                    raise
                 print(f"{rows} rows, {plan}: {type(error).__name__}: {str(error)[:80]}", flush=True)
             finally:
                 fused.plan_for = plan_for
-        library, best = timed[0][0], sorted(timed[1:], key=lambda pair: pair[0])
+        library = timed.pop(None)
+        best = sorted(((time, plan._asdict()) for plan, time in timed.items()), key=lambda pair: pair[0])
         print(
             f"{rows:5d} rows: library {library:6.0f} us",
             *(f"| {t:5.0f} {p}" for t, p in best[:2]),

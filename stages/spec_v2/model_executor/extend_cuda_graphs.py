@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # (rows, requests, rows of one request), ascending. Attention has a program for each tile that a request might
 # have, so many requests are short ones. Without a GPU nothing is saved by filling up a large batch.
 _SHAPES = tuple((rows, 8, rows) for rows in (16, 32, 48, 64, 96, 128, 192, 256))
-_GPU_SHAPES = (*_SHAPES, (512, 8, 512), (512, 64, 256), (1024, 8, 1024), (1024, 64, 256), (2048, 64, 256),
-               (4096, 64, 256), (8192, 128, 256))  # fmt: skip
+_GPU_SHAPES = (*_SHAPES, (512, 8, 512), (512, 128, 256), (1024, 8, 1024),
+               *((rows, 128, 256) for rows in (1024, 2048, 4096, 8192)))  # fmt: skip
 
 _PER_ROW = ("input_ids", "positions", "out_cache_loc")
 _PER_REQUEST = ("req_pool_indices", "prefix_lens", "seq_lens", "last_rows")

@@ -122,7 +122,7 @@ class NGRAMWorker(BaseSpecWorker):
             # A graph's result has padding rows behind those of the requests.
             for i, run in zip(ids, result.read().tokens, strict=False):
                 if i in present:
-                    heard[i] = heard.get(i, []) + run
+                    heard[i] = run  # once: what a request says next is read after this was told
         self._unread.clear()
         return heard
 
