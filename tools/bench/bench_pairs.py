@@ -133,7 +133,7 @@ def measure_pairs(
     path: Path,
     advance: Callable[[str], None],
     idle: bool = False,
-) -> dict[str, Any]:
+) -> None:
     """Measure both sides at every batch size; the file at `path` is written after each pair.
 
     With `idle` a run is a trace, and what is compared is the time of a round in which the device is idle.
@@ -176,7 +176,6 @@ def measure_pairs(
                     cell["pairs"].append(pair)
                     cell["summary"] = summarise(cell["pairs"])
                     write(path, data)
-    return data
 
 
 def _pairs(
