@@ -111,11 +111,18 @@ def test_idle_time_is_compared_of_rounds_that_do_the_same(fledge, tiny_options, 
 
 def test_a_draft_that_is_not_there_is_missed_before_anything_is_opened(fledge, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path))
-    for more in (["--against", "spec_v2 --config plain"], ["--out", tmp_path / "r.json"]):
-        done = fledge("bench", "spec_v2", "--config", "standalone", "--batch", 1, *more)
-        way = "standalone needs a draft: `fledge models distill-draft"
-        assert done.exit_code == 2 and done.stderr.startswith(way), done.stderr
-        assert repr(DRAFTS["standalone"]) in done.stderr and "Traceback" not in done.output
+    ways = {
+        "standalone": ("`fledge models distill-draft", "makes one. There is no model"),
+        "eagle3": ("The model", "has not been fetched yet"),
+    }
+    for config, (begin, more_words) in ways.items():
+        for more in (["--against", "spec_v2 --config plain"], ["--out", tmp_path / "r.json"]):
+            done = fledge("bench", "spec_v2", "--config", config, "--batch", 1, *more)
+            assert done.exit_code == 2 and done.stderr.startswith(f"{config} needs a draft: {begin}"), (
+                done.stderr
+            )
+            assert more_words in done.stderr and repr(DRAFTS[config]) in done.stderr
+            assert "Traceback" not in done.output
 
 
 def test_the_command_takes_turns(fledge, tiny_options, tmp_path, monkeypatch) -> None:

@@ -81,9 +81,9 @@ def test_the_card_s_tables_are_the_json_s(head, section):
 def test_the_card_compares_as_the_json_does(head, section):
     heads = head.found[section]["heads"]
     assert heads_table(heads) in head.card
-    folders = {"this head": head.folder} | {name: HEADS / name for name in BARS}
-    for name in folders.keys() & heads.keys():
-        assert heads[name]["head_sha256"] == sha256_of(folders[name] / "model.safetensors")
+    assert heads["this head"]["head_sha256"] == head.found["head_sha256"]
+    for name in BARS.keys() & heads.keys():
+        assert heads[name]["head_sha256"] == sha256_of(HEADS / name / "model.safetensors")
 
 
 def test_the_engine_agreed(head):
@@ -112,6 +112,7 @@ def test_the_head_is_small_and_loads(head):
     count = sum(parameter.numel() for parameter in loaded.parameters())
     assert count == head.found["parameters"] and f"{count:,} parameters" in head.card
     assert loaded.config.raw["tie_word_embeddings"] is False
+    assert loaded.config.fc_bias == (loaded.hot_token_id is None), "an EAGLE head's has one, EAGLE-3's none"
 
 
 def test_what_a_vocabulary_covers_stands_in_the_card(head):
@@ -136,6 +137,6 @@ def test_the_log_ends_where_the_run_did(head):
     assert [line["step"] for line in log] == sorted({line["step"] for line in log})
     assert all(head.record["totals"][key] == value for key, value in log[-1].items())
     assert f"{head.record['totals']['step']:,} steps" in head.card
-    assert f"{head.record['text']['answer_tokens']:,}" in head.card
+    assert f"{head.record['text']['answer_tokens']:,} answer tokens" in head.card
     size = head.record["settings"]["intermediate_size"]
     assert f"--intermediate-size {size}" in head.card if size else "--intermediate-size" not in head.card

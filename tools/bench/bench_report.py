@@ -155,8 +155,7 @@ def set_table(folder: Path, page: Page, backend: str, prompts: str, stage: str =
     named = {(row["batch"], row["configuration"]): row for row in rows}
     best, names = best_per_batch(data, "engine"), (PLAIN, name_of(CHAIN), name_of(TREE))
     others = [name for name in dict.fromkeys(row["configuration"] for row in rows) if name not in names]
-    has_floor = any(row["over_floor"] for row in rows)
-    lines = [["batch", "drafts", *COLUMNS, *["× floor"] * has_floor]]
+    lines = [["batch", "drafts", *COLUMNS, "× floor"]]
     for batch in sorted({row["batch"] for row in rows}):
         for name in (*names, *others):
             row = named.get((batch, name))
@@ -165,14 +164,15 @@ def set_table(folder: Path, page: Page, backend: str, prompts: str, stage: str =
             floor = row and row["over_floor"]
             first, rounds, spread = _columns(row)
             mark = "**" * (best.get(batch) == name)
-            cells = [f"{mark}{first}{mark}{spread}", rounds, *[f"{floor:.1f}" if floor else ""] * has_floor]
+            cells = [f"{mark}{first}{mark}{spread}", rounds, f"{floor:.1f}" if floor else ""]
             lines.append([str(batch), f"{mark}{name}{mark}", *cells])
         if prompts == "questions" and batch == 1:
             for mode in HF_NAMES:
                 if (result := result_of(data, "hf", mode)) is not None:
                     label = mode.replace("hf", "Hugging Face `generate`,")
-                    cells = [speed(result["tokens"] / result["seconds"]), "", *[""] * has_floor]
-                    lines.append(["1", label, *cells])
+                    lines.append(["1", label, speed(result["tokens"] / result["seconds"]), "", ""])
+    if not any(line[-1] for line in lines[1:]):  # the floor is measured with part4_worker
+        lines = [line[:-1] for line in lines]
     return f"{markdown(lines, 2)}\n\n{BEST}\n\n{about_file(data, page)} Source: {page.link(path)}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from ..models.cache import ModelError, find_model
 from ..sentences import did_you_mean
 from .stages_door import (
+    DRAFTS,
     TARGET,
     TREE_FLAGS,
     BadInput,
@@ -92,23 +93,23 @@ def flags_of(stage: Stage, given: dict[str, Any], name: str) -> dict[str, Any]:
     """
     if name == PLAIN:
         return plain_flags(merge_flags(stage, given))
-    own = METHODS.get(name, {})
-    # The caller's flags are for all configurations of a command, and some mean nothing to one of them.
-    strange = {"ngram": "speculative_draft_model_path"}.get(name)
-    drop = {strange} if name == "adaptive" else {strange, "speculative_adaptive_config"}
-    given = {flag: value for flag, value in given.items() if flag not in drop}
-    flags = merge_flags(stage, given | own)
+    given = dict(given)  # for all configurations of the command, and some mean nothing to this one
+    if name == "ngram":
+        given.pop("speculative_draft_model_path", None)
+    if name != "adaptive":
+        given.pop("speculative_adaptive_config", None)
+    flags = merge_flags(stage, given | METHODS.get(name, {}))
     if flags.get("speculative_algorithm") is None:
         raise BadInput(f"{name} needs a draft head for the target: --speculative-draft-model-path.")
     if name not in METHODS:
         return flags | _tree_flags(shape_of(name))
     draft = flags.get("speculative_draft_model_path")
-    if name == "standalone" and draft and "/" not in draft:  # a folder or a hub id is the engine's matter
+    if name in DRAFTS and draft and "/" not in draft:  # else a folder or a hub id: the engine's matter
         try:
             find_model(draft)
         except ModelError as error:
-            how = f"`fledge models distill-draft {TARGET}` makes one"
-            raise BadInput(f"{name} needs a draft: {how}. {error}") from None
+            how = f"`fledge models distill-draft {TARGET}` makes one. " if name == "standalone" else ""
+            raise BadInput(f"{name} needs a draft: {how}{error}") from None
     return flags
 
 
