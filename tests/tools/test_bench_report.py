@@ -100,7 +100,8 @@ def test_every_table_is_marked_where_it_belongs() -> None:
     ]
     assert names == [
         "speed", "pairs", "triton evolution 8", "triton questions", "flashinfer questions",
-        "triton questions spec_v2", "triton held-out", "flashinfer held-out",
+        "triton questions spec_v2", "triton-c3ebc42 questions", "triton-c3ebc42 questions spec_v2",
+        "triton held-out", "flashinfer held-out", "kernels",
     ]  # fmt: skip
 
 
@@ -410,6 +411,26 @@ def test_the_table_of_the_stages(folder, monkeypatch) -> None:
     measured(folder, *rows, stage="b")
     found = [line[1:3] + line[4:] for line in table(folder, "triton evolution 8")[2:]]
     assert ["b", "2,412 / 4,000 (1,206–5,000; processes disagree)", "faster"] in found
+
+
+def test_the_table_of_the_kernels_sets_the_plan_in_use_beside_the_best_other(folder) -> None:
+    tiles = {"way": "tiles", "block_m": 64, "block_n": 16, "warps": 4, "block_k": 128, "stages": 5}
+    sliced = {"way": "sliced", "block_m": 8, "block_n": 16, "warps": 4, "block_k": 256, "stages": 1}
+    few = {"way": "few_rows", "block_m": 1, "block_n": 2, "warps": 1, "block_k": 2048, "stages": 1}
+    rows = [
+        {"rows": 1, "library_us": 797.1, "in_use": few, "plans_us": [[192.6, few]]},
+        {"rows": 64, "library_us": 849.0, "in_use": sliced, "plans_us": [[509.6, tiles], [532.4, sliced]]},
+        {"rows": 1024, "library_us": 990.0, "in_use": None, "plans_us": [[1400.0, tiles]]},
+    ]
+    about = {"device": "NVIDIA H200", "driver": "580.1", "versions": {"torch": "2.11.0"}}
+    data = about | {"commit": "c0ffee" + "0" * 34, "dirty": False, "rows": rows}
+    json_files.write(folder / "kernels.json", data)
+    assert table(folder / "bench", "kernels")[2:] == [
+        ["1", "797 µs", "few_rows 1 × 2, 1 warp", "193 µs", "", ""],
+        ["64", "849 µs", "sliced 8 × 16, 4 warps, slices of 256", "532 µs",
+         "tiles 64 × 16, 4 warps, 5 stages of 128", "510 µs"],
+        ["1024", "990 µs", "the library", "", "tiles 64 × 16, 4 warps, 5 stages of 128", "1400 µs"],
+    ]  # fmt: skip
 
 
 def test_the_terminal_table_has_every_cell(folder) -> None:

@@ -1,8 +1,8 @@
 """What a result file of `fledge bench` says: a table for the terminal, Markdown for the README.
 
 A document has its tables between `<!-- bench NAME -->` and `<!-- /bench -->`; NAME is "speed", "pairs",
-"BACKEND SET" (of part4_worker) or "BACKEND SET STAGE", such as "triton questions spec_v2", or "BACKEND
-evolution BATCH". `render` writes them from docs/data/bench, and a test compares.
+"kernels", "BACKEND SET" (of part4_worker) or "BACKEND SET STAGE", such as "triton questions spec_v2", or
+"BACKEND evolution BATCH". `render` writes them from docs/data/bench, and a test compares.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .bench_summary import (
     summarise,
 )
 from .configurations import CHAIN, PLAIN, TREE, name_of
+from .kernels_report import kernels_table
 from .pairs_report import pairs_table
 from .stages_door import all_stages
 from .tables import NOT_YET, Page, about_file, markdown, new_table, number, small, speed, speeds
@@ -135,6 +136,8 @@ def rendered(text: str, folder: Path = FOLDER, start: Path = REPO) -> str:
             table = speed_table(folder, page)
         elif words == ["pairs"]:
             table = pairs_table(folder, page)
+        elif words == ["kernels"]:
+            table = kernels_table(folder.parent / "kernels.json", page)
         elif words[1] == "evolution":
             table = evolution_table(folder, page, words[0], int(words[2]))
         else:
