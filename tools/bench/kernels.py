@@ -118,7 +118,7 @@ def main(path: str, rows_list: tuple[int, ...] = ROWS) -> None:
         "format": "fledge-kernels",
         "version": 1,
         **provenance("cuda"),
-        "command": "python -m tools.bench.kernels OUT.json",
+        "command": f"python -m tools.bench.kernels OUT.json {','.join(map(str, rows_list))}",
         "model": MODEL,
         "dtype": str(DTYPE).removeprefix("torch."),
         "rows": [],

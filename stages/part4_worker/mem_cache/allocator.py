@@ -2,8 +2,8 @@
 still two files, memory_pool.py for single tokens and paged_allocator.py.
 
 The free list is a stack in a fixed host array: taking pages lowers `top`, giving them back raises it.
-So the state that `backup_state` saves is one number: what was taken still stands above the top, and
-putting the number back undoes any allocations, as long as nothing was freed in between (checked).
+So `backup_state` need save no more than the top: what was taken still stands above it, and putting it
+back undoes any allocations, as long as nothing was freed in between (counted, and checked).
 """
 
 from __future__ import annotations

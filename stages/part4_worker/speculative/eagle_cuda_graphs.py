@@ -3,7 +3,8 @@
 Restates eagle_draft_cuda_graph_runner.py of sglang/srt/speculative, its counterpart for the draft extend
 (#6606, after v0.4.6) and the verifying half of model_executor/cuda_graph_runner.py. The graphs of one size
 hand each other their results in place: verify reads what draft wrote, the draft extend what verify wrote, and
-the next round's draft what the draft extend wrote. Only after rows came or went is anything copied.
+the next round's draft what the draft extend wrote. In greedy rounds only after rows came or went is anything
+copied. Where a request is sampled, verify is recorded up to the logits, and what is accepted is copied in.
 """
 
 from __future__ import annotations

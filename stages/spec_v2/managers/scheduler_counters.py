@@ -1,4 +1,4 @@
-"""What an engine counts. Restates what sglang/srt/managers/scheduler_metrics_mixin.py reports."""
+"""What an engine counts. Restates what sglang/srt/managers/scheduler.py logs after its steps (v0.4.6)."""
 
 from __future__ import annotations
 

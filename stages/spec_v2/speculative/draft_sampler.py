@@ -1,6 +1,6 @@
 """Drafts that are drawn instead of being the likeliest, and the law that each was drawn from.
 
-Restates sample_draft_proposal of sglang/srt/speculative/spec_utils.py (since #26312). Verification is exact
+Restates sample_draft_proposal of sglang/srt/speculative/spec_utils.py (#30303). Verification is exact
 for any law, if it is the very one; the closer to the target's, the more is accepted. So it is filtered as the
 target's is, where upstream's is a softmax at the request's temperature. And a draft with a vocabulary of its
 own has a law over all tokens here; upstream cannot use such a draft.

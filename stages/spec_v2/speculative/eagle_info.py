@@ -27,12 +27,14 @@ class EagleDraftInput:
     # [bs, hidden] of the draft; inside a draft forward [rows, hidden]; None where the draft reads none
     hidden_states: torch.Tensor | None
     verified_id: torch.Tensor | None = None  # [bs]
+    # Of a draft with a module for each step, here as below: a chain, so that topk is the number of steps
     topk_p: torch.Tensor | None = None  # [bs, topk] float32
     topk_index: torch.Tensor | None = None  # [bs, topk]
-    draft_probs: torch.Tensor | None = None  # [bs, V] what topk_index was drawn from, where it was drawn
+    # What topk_index was drawn from, where it was drawn: [bs, V], of a chain [bs, steps, V]
+    draft_probs: torch.Tensor | None = None
     # Inside a draft forward: the row of hidden_states that each row is paired with, [rows]; None: its own
     hidden_rows: torch.Tensor | None = None
-    # Of a draft with a module for each step: which of them runs, and the pairs that it will run once more
+    # Which of the modules runs, and the pairs that it will run once more
     module: int = 0
     front_tokens: torch.Tensor | None = None  # [bs, steps − 1]
     front_hidden: torch.Tensor | None = None  # [bs, steps − 1, any]

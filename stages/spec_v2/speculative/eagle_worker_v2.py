@@ -7,7 +7,7 @@ Restates sglang/srt/speculative/eagle_worker_v2.py. Three phases are launched on
     forward_draft_extend_after_decode   draft model, 1 forward of a fixed width over the accepted tokens
 
 The first reads the future map, the last writes to it; lengths are published in between. So the host waits
-nowhere: what was accepted it learns from the result, one step later.
+nowhere, unless attention is planned on it: what was accepted it learns from the result, one step later.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The token map of FR-Spec: the frequent tokens that a draft's LM head is cut down to.
 
-Restates load_token_map of sglang/srt/speculative/eagle_worker.py (#3822). With few rows most of a draft
-forward's time goes to the LM head, and most text needs few of its tokens. The target still verifies over the
-whole vocabulary, so a token that is left out is only never drafted.
+Restates load_token_map of sglang/srt/speculative/eagle_worker.py at v0.4.6 (#3822, #4016). With few rows
+most of a draft forward's time goes to the LM head, and most text needs few of its tokens. The target still
+verifies over the whole vocabulary, so a token that is left out is only never drafted.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 torch.topk promises no order among equal values. Where that matters, value and index are packed into one
 integer key and the keys, which are all different, are compared instead. Restates upstream's fast_topk
-(speculative/eagle_utils.py).
+(speculative/eagle_utils.py, at v0.4.6 in utils.py).
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
-MAX_DECODE_GROUP = 3  # query heads for each KV head; from four on upstream decodes with tensor cores
+# Query heads for each KV head; with more upstream decodes with tensor cores (from five on, since #8624 four).
+MAX_DECODE_GROUP = 3
 
 
 def check_flashinfer(dtype: torch.dtype, head_dim: int) -> None:

@@ -1,4 +1,4 @@
-"""What an attention backend does, and all that the two of ours share.
+"""What an attention backend does, and what ours share.
 
 Restates sglang/srt/layers/attention/base_attn_backend.py. One rule covers every mode: row i of a request
 sees the first `prefix_lens` entries and, behind them, its own past (causal) or what its tree mask allows.
