@@ -395,12 +395,13 @@ def _whole(low: int, high: float = math.inf, off: int | None = None):
     """A whole number from `low` to `high`; `off` is one more value that stands for None."""
 
     def check(name: str, value: Any) -> int | None:
-        if off is not None and value == off and not isinstance(value, bool):
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            limits = f"from {low} up" if high == math.inf else f"from {low} to {high}"
-            raise ValueError(f"{name}={value!r} is not allowed; give a whole number {limits}.")
-        return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            if value == off:
+                return None
+            if low <= value <= high:
+                return value
+        limits = f"from {low} up" if high == math.inf else f"from {low} to {high}"
+        raise ValueError(f"{name}={value!r} is not allowed; give a whole number {limits}.")
 
     return check
 
@@ -472,7 +473,7 @@ _CHECKS = {
     "enable_multi_layer_eagle": _flag,
     "page_size": _page_size,
     "max_total_tokens": _whole(1),
-    "max_running_requests": _whole(1),
+    "max_running_requests": _whole(1, 1_000_000),
     "max_prefill_tokens": _whole(1),
     "chunked_prefill_size": _whole(1, off=-1),
     "mem_fraction_static": lambda name, value: _fraction(name, value, high_open=True),

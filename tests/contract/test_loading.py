@@ -225,7 +225,7 @@ def test_the_pool_is_sized_for_both_models(stage, engines, monkeypatch):
     """Without max_total_tokens: weights, target KV and draft KV together stay inside the share of memory."""
     runner = stage.module("model_executor.model_runner")
     budget = 3_000_000
-    monkeypatch.setattr(runner, "_free_bytes", lambda *args: budget)
+    monkeypatch.setattr(runner, "_memory", lambda device: (10 * budget, 10 * budget))  # a CPU lends a tenth
     for tree in (None, stage.shape):
         with engines.fresh(tree=tree, max_total_tokens=None, max_running_requests=64) as engine:
             probe = Probe(engine)
@@ -234,6 +234,18 @@ def test_the_pool_is_sized_for_both_models(stage, engines, monkeypatch):
                 r.token_to_kv_pool.k_buffer.nbytes + r.token_to_kv_pool.v_buffer.nbytes for r in runners
             )
             assert 0.9 * budget <= used <= 1.01 * budget, tree_id(tree)
+
+
+def test_more_than_the_memory_holds_is_refused(stage, engines, monkeypatch):
+    """In a sentence that says how much there may be, before anything is allocated."""
+    each = engines.get().scheduler.tp_worker.model_runner.kv_bytes_per_token()
+    monkeypatch.setattr(stage.module("model_executor.model_runner"), "_memory", lambda device: (10**7, 10**7))
+    fits = 10**7 // each
+    with pytest.raises(ValueError, match=f"max_total_tokens={fits + 1} .* give at most {fits}$"):
+        engines.fresh(max_total_tokens=fits + 1)
+    with pytest.raises(ValueError, match="max_running_requests=100000 .* give at most"):
+        engines.fresh(max_running_requests=100_000)
+    engines.fresh(max_total_tokens=fits, max_running_requests=2).shutdown()
 
 
 @pytest.mark.needs("spec_scheduler")

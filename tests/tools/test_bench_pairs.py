@@ -105,8 +105,9 @@ def test_idle_time_is_compared_of_rounds_that_do_the_same(fledge, tiny_options, 
     other = ["--against", "part4_worker --config 2/1/3", "--out", tmp_path / "q.json"]
     bad = fledge(*words, *other)
     assert bad.exit_code == 2 and "these are of chain 3/1/4 and chain 2/1/3" in bad.stderr
-    alone = fledge("bench", "spec_v2", "--idle", *tiny_options)
-    assert alone.exit_code == 2 and "name the other one with --against" in alone.stderr
+    for flag in (["--idle"], ["--pairs", 2]):
+        alone = fledge("bench", "spec_v2", *flag, *tiny_options)
+        assert alone.exit_code == 2 and "name the other one with --against" in alone.stderr
 
 
 def test_a_draft_that_is_not_there_is_missed_before_anything_is_opened(fledge, tmp_path, monkeypatch) -> None:

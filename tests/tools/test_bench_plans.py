@@ -24,6 +24,7 @@ from tools.provenance import REPO
 
 STAGE = resolve_stage("part4_worker")
 QUESTIONS = (load_sets()["questions"],)
+HEADER = {"stage": "part4_worker", "sources_sha256": "a" * 64}
 
 
 def asked(tiny_flags, **more) -> Asked:
@@ -31,7 +32,7 @@ def asked(tiny_flags, **more) -> Asked:
 
 
 def results(tmp_path) -> Results:
-    return Results(tmp_path / "results.json", {"stage": "part4_worker"})
+    return Results(tmp_path / "results.json", HEADER)
 
 
 def order(plans) -> list[tuple[str, int, list[int]]]:
@@ -64,7 +65,8 @@ def test_several_stages_take_turns(tiny_flags, tmp_path, monkeypatch) -> None:
     """There stage by stage and back again, each into its own file."""
     ran = []
     monkeypatch.setattr(bench, "run_plans", lambda plans, *more: ran.extend(plans) or [])
-    targets = [(asked(tiny_flags), Results(tmp_path / f"{n}.json", {"stage": n})) for n in ("one", "two")]
+    files = [Results(tmp_path / f"{name}.json", HEADER | {"stage": name}) for name in ("one", "two")]
+    targets = [(asked(tiny_flags), results) for results in files]
     assert bench.measure(targets, ["plain", "chain"]) == []
     assert [
         (results.data["stage"], plan.turn, plan.job["configurations"][0]["name"]) for plan, results in ran
@@ -80,7 +82,7 @@ def test_what_is_there_does_not_run_again(tiny_flags, tmp_path) -> None:
     for event in (cell(1), steady(1), cell(8)):  # killed before batch 8's steady rounds
         found.take(done, event)
     found.take(found.begin({"kind": "engine", "configuration": "plain", "turn": 2}), cell(8))
-    again = Results(found.path, {"stage": "part4_worker"})
+    again = Results(found.path, HEADER)
     assert order(engine_plans(asked(tiny_flags), again, ["plain"])) == [
         ("plain", 1, [8]),
         ("plain", 2, [1, 8]),

@@ -100,8 +100,7 @@ def test_every_table_is_marked_where_it_belongs() -> None:
     ]
     assert names == [
         "speed", "pairs", "triton evolution 8", "triton questions", "flashinfer questions",
-        "triton questions spec_v2", "triton-c3ebc42 questions", "triton-c3ebc42 questions spec_v2",
-        "triton held-out", "flashinfer held-out", "kernels",
+        "triton questions spec_v2", "triton held-out", "flashinfer held-out", "kernels",
     ]  # fmt: skip
 
 
@@ -342,6 +341,10 @@ def test_what_changed_since_is_said(folder, monkeypatch) -> None:
     for page in (built, kept):
         assert about_of(data, data["processes"], page).endswith("; measured at commit c0ffee0000.")
     data["sources_sha256"] = "0" * 64
+    older = {"sources_sha256": "1" * 64, "commit": "decade" + "0" * 34, "dirty": False}
+    assert about_of(data, [*data["processes"], older], kept).endswith(
+        "; measured at commit c0ffee0000, decade0000 (earlier code); the code has changed since."
+    )
     for count, words in ((12, "12 files of part4_worker have"), (1, "1 file of part4_worker has"),
                          (None, "the code has")):  # fmt: skip
         monkeypatch.setattr("tools.bench.tables.changed_files", lambda commit, where, count=count: count)
@@ -354,6 +357,21 @@ def test_what_changed_since_is_said(folder, monkeypatch) -> None:
     sides = [{"stage": name, "sources_sha256": "0" * 64} for name in ("spec_v2", "part4_worker")]
     said = about_of(data | {"sides": sides}, data["processes"], kept)
     assert said.count("the code has changed since") == 1
+
+
+def test_a_table_names_the_commits_of_what_it_shows(folder) -> None:
+    result = {"seconds": 40.0, "tokens": 2000, "requests": 8, "batch": 1}
+    measured(
+        folder,
+        process("plain", [cell(1, 402.0)]) | {"commit": "a" * 40},
+        process("plain", [cell(1, 402.0, prompts="held-out")]) | {"commit": "b" * 40},
+        process("hf greedy", [], kind="hf", result=result) | {"commit": "d" * 40},
+    )
+    commits = {"triton questions": "ad", "triton held-out": "b", "speed": "a"}
+    for name, letters in commits.items():
+        text = rendered(f"<!-- bench {name} -->\n<!-- /bench -->", folder, folder)
+        said = ", ".join(letter * 10 for letter in letters)
+        assert f"measured at commit {said}. " in text, name
 
 
 def test_the_table_of_a_prompt_set(folder) -> None:

@@ -132,10 +132,10 @@ def test_a_second_run_takes_the_file_up(tmp_path) -> None:
     assert found == [("plain", 1, 1), ("plain", 2, 1), ("no load", 1, 0)]
 
 
-def test_numbers_of_another_machine_or_code_do_not_mix(tmp_path) -> None:
+def test_numbers_of_another_machine_do_not_mix(tmp_path) -> None:
     path = tmp_path / "r.json"
     run(path, [plan("plain")])
-    others = {"sources_sha256": "b" * 64, "device": "NVIDIA H200", "versions": {"torch": "3"}}
+    others = {"device": "NVIDIA H200", "versions": {"torch": "3"}}
     for name, value in others.items():
         with pytest.raises(BadInput, match=f"was measured with another {name}: .* --fresh"):
             Results(path, HEADER | {name: value})
@@ -146,6 +146,33 @@ def test_numbers_of_another_machine_or_code_do_not_mix(tmp_path) -> None:
     path.write_text("{}")
     with pytest.raises(BadInput, match="is no result file"):
         Results(path, HEADER)
+
+
+def test_numbers_of_earlier_code_stay_until_they_are_measured_again(tmp_path) -> None:
+    """Cell by cell, those of both turns at once; what is said of the file is of the code as it is."""
+    path, older, newer = tmp_path / "r.json", "a" * 64, "b" * 64
+    data, _, _ = run(path, [plan("plain"), plan("plain", turn=2), plan("chain")])
+    for process in data["processes"]:
+        del process["sources_sha256"]  # as in files of before
+        process["steady"] = [{"batch": batch, "rounds": [], "phases": {}, "device": []} for batch in (1, 8)]
+    data["processes"][1]["cells"].append({"set": "questions", "batch": 8, **RUN})
+    path.write_text(json.dumps(data))
+    results = Results(path, HEADER | {"sources_sha256": newer, "commit": "d" * 40})
+    assert results.missing_batches("engine", "plain", 2, (1, 8), ["questions"], True) == (1, 8)
+    process = results.begin({"kind": "engine", "configuration": "plain", "turn": 1})
+    event = {"configuration": "plain", "batch": 1}
+    results.take(process, {"event": "cell", "set": "questions", **event, **RUN})
+    results.take(process, {"event": "steady", "rounds": [], "phases": {}, "device": [], **event})
+    data = load(path)
+    assert (data["sources_sha256"], data["commit"]) == (newer, "d" * 40)
+    batches = [[entry["batch"] for entry in p["cells"] + p["steady"]] for p in data["processes"]]
+    assert batches == [[8], [8, 8], [1, 1, 8], [1, 1]]
+    assert [p["configuration"] for p in data["processes"]] == ["plain", "plain", "chain", "plain"]
+    assert [p["sources_sha256"] for p in data["processes"]] == [older, older, older, newer]
+    rows = {(row["configuration"], row["batch"]): row for row in data["summary"]}
+    assert rows["plain", 1]["tokens_per_second"]["samples"] == 3 and rows["plain", 8]["over_plain"] == 1.0
+    assert rows["chain", 1]["over_plain"] is None  # plain is of other code than it
+    assert results.missing_batches("engine", "plain", 1, (1, 8), ["questions"], True) == (8,)
 
 
 def test_every_cell_is_on_disk_before_the_next(tmp_path) -> None:

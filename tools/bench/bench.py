@@ -65,7 +65,7 @@ def bench(
             help="Measure alternated pairs with this engine instead; in quotes, what it has of its own.",
         ),
     ] = None,
-    pairs: Annotated[int, typer.Option(min=2, help="How many, with --against.")] = 10,
+    pairs: Annotated[int | None, typer.Option(min=2, help="How many, with --against. Default: 10.")] = None,
     idle: Annotated[
         bool, typer.Option("--idle", help="With --against: not speed, but the device's idle time in a round.")
     ] = False,
@@ -113,12 +113,12 @@ def bench(
         refuse_existing(path, fresh)
         chosen = tuple(sorted(set(batch or (32,))))
         with progress(2 + len(sets) * len(chosen)) as advance:
-            measure_pairs(both, sets, chosen, pairs, max_new_tokens, raw, path, advance, idle)
+            measure_pairs(both, sets, chosen, pairs or 10, max_new_tokens, raw, path, advance, idle)
         # As the file has it: its numbers are rounded.
         typer.echo("\n".join([*lines_of(load_pairs(path)), f"raw numbers: {path}"]))
         return
-    if idle:
-        raise BadInput("--idle compares two engines: name the other one with --against.")
+    if idle or pairs:
+        raise BadInput("--idle and --pairs compare two engines: name the other one with --against.")
     if show:
         _print(_kept(found, given.get("attention_backend"), out))
         return

@@ -166,7 +166,7 @@ def set_table(folder: Path, page: Page, backend: str, prompts: str, stage: str =
                 continue
             floor = row and row["over_floor"]
             first, rounds, spread = _columns(row)
-            mark = "**" * (best.get(batch) == name)
+            mark = "**" * (row is not None and best.get(batch) == name)
             cells = [f"{mark}{first}{mark}{spread}", rounds, f"{floor:.1f}" if floor else ""]
             lines.append([str(batch), f"{mark}{name}{mark}", *cells])
         if prompts == "questions" and batch == 1:
@@ -174,9 +174,11 @@ def set_table(folder: Path, page: Page, backend: str, prompts: str, stage: str =
                 if (result := result_of(data, "hf", mode)) is not None:
                     label = mode.replace("hf", "Hugging Face `generate`,")
                     lines.append(["1", label, speed(result["tokens"] / result["seconds"]), "", ""])
+    hf = [p for p in data["processes"] if p["kind"] == "hf" and prompts == "questions"]
     if not any(line[-1] for line in lines[1:]):  # the floor is measured with part4_worker
         lines = [line[:-1] for line in lines]
-    return f"{markdown(lines, 2)}\n\n{BEST}\n\n{about_file(data, page)} Source: {page.link(path)}"
+    about = about_file(data, page, prompts, hf)
+    return f"{markdown(lines, 2)}\n\n{BEST}\n\n{about} Source: {page.link(path)}"
 
 
 def evolution_table(folder: Path, page: Page, backend: str, batch: int) -> str:

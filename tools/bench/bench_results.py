@@ -1,7 +1,8 @@
 """The file that `fledge bench` fills: a header that says where numbers come from, and every process's own.
 
 It is written after every event of a process, so an interrupted run loses the cell it was at and nothing else;
-the same command run again measures what is missing. docs/data/bench/README.md describes the format.
+the same command run again measures what is missing. Once a stage's code has changed, all is: older numbers
+stay, each until it is measured again. docs/data/bench/README.md describes the format.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ FORMAT, VERSION = "fledge-bench", 1
 # Files whose headers differ in one of these hold numbers that must not stand side by side.
 IDENTITY = (
     "stage",
-    "sources_sha256",
     "device",
     "driver",
     "versions",
@@ -52,6 +52,10 @@ class Results:
                 "give another --out, or --fresh to throw its numbers away."
             )
         self.data = {name: value for name, value in old.items() if name != "summary"}
+        for process in self.data["processes"]:
+            process.setdefault("sources_sha256", old["sources_sha256"])
+        if old["sources_sha256"] != header["sources_sha256"]:
+            self.data |= header
 
     def begin(self, process: dict[str, Any]) -> dict[str, Any]:
         """Add a process; what it says goes into its "cells", "steady" and "result".
@@ -64,7 +68,8 @@ class Results:
             for p in self.data["processes"]
             if _has_numbers(p) or any(p[key] != process[key] for key in same)
         ]
-        process = {**process, "cells": [], "steady": [], "result": None, "error": None, "seconds": None}
+        process = {**process, "sources_sha256": self.data["sources_sha256"]}
+        process |= {"cells": [], "steady": [], "result": None, "error": None, "seconds": None}
         self.data["processes"].append(process)
         return process
 
@@ -73,8 +78,10 @@ class Results:
         kind = event["event"]
         content = {key: value for key, value in event.items() if key not in ("event", "configuration")}
         if kind == "cell":
+            self._drop_older(process, "cells", {name: content[name] for name in ("set", "batch")})
             process["cells"].append(content)
         elif kind == "steady":
+            self._drop_older(process, "steady", {"batch": content["batch"]})
             process["steady"].append(content)
         elif kind == "result":
             process["result"] = content
@@ -83,6 +90,12 @@ class Results:
         else:
             return
         self.save()
+
+    def _drop_older(self, process: dict[str, Any], column: str, where: dict[str, Any]) -> None:
+        """Drop what the same configuration gave for the same cell when the stage's code was another."""
+        for other in self.processes(process["kind"], process["configuration"]):
+            if other["sources_sha256"] != process["sources_sha256"]:
+                other[column] = [entry for entry in other[column] if not where.items() <= entry.items()]
 
     def save(self) -> None:
         """Write the file; processes that have measured nothing and failed at nothing are left out."""
@@ -100,10 +113,10 @@ class Results:
     def missing_batches(
         self, kind: str, name: str, turn: int, batches: Iterable[int], sets: Iterable[str], steady: bool
     ) -> tuple[int, ...]:
-        """The batch sizes at which a turn of a configuration lacks a cell or, if wanted, steady rounds."""
+        """Where a turn of a configuration lacks a cell or, if wanted, steady rounds: of the code as it is."""
         found: set[tuple[str, int]] = set()
         for process in self.processes(kind, name):
-            if process["turn"] == turn:
+            if process["turn"] == turn and process["sources_sha256"] == self.data["sources_sha256"]:
                 found |= {(cell["set"], cell["batch"]) for cell in process["cells"]}
                 found |= {("steady", entry["batch"]) for entry in process["steady"]}
         wanted = [*sets, *(["steady"] if steady else [])]

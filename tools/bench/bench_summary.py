@@ -47,6 +47,16 @@ def cells_of(data: dict[str, Any], kind: str = "engine") -> dict[Key, list[Run]]
     return dict(found)
 
 
+def codes_of(data: dict[str, Any], kind: str = "engine") -> dict[Key, str | None]:
+    """The hash of the code that each cell was measured with."""
+    return {
+        (process["configuration"], cell["set"], cell["batch"]): process.get("sources_sha256")
+        for process in data["processes"]
+        if process["kind"] == kind
+        for cell in process["cells"]
+    }
+
+
 def process_medians(data: dict[str, Any], kind: str = "engine") -> dict[Key, list[float]]:
     """The median tokens/s of each process that measured a cell, in the order they ran."""
     found: dict[Key, list[float]] = defaultdict(list)
@@ -128,14 +138,17 @@ def summarise(data: dict[str, Any], kind: str = "engine") -> list[dict[str, Any]
     `host_seconds` are those of a steady one (see steady.py), measured on the eight questions. The latter is a
     difference, with its sign; `host_resolution` is how much of it could be chance: half the interquartile
     range of its samples, and no less than what it is below 0, which no host's time can be.
-    `over_floor` is `step_seconds` over the floor; `over_plain` is tokens/s over plain decoding's.
+    `over_floor` is `step_seconds` over the floor; `over_plain` is tokens/s over plain decoding's, if it is of
+    the same code.
     """
-    cells, by_process = cells_of(data, kind), process_medians(data, kind)
+    cells, codes, by_process = cells_of(data, kind), codes_of(data, kind), process_medians(data, kind)
     rows = []
     for (name, prompts, batch), runs in cells.items():
         speeds = spread([run.speed for run in runs])
         step = statistics.median(run.step_seconds for run in runs)
-        plain = [run.speed for run in cells.get((PLAIN, prompts, batch), [])]
+        beside = (PLAIN, prompts, batch)
+        is_comparable = codes.get(beside) == codes[name, prompts, batch]
+        plain = [run.speed for run in cells.get(beside, [])] if is_comparable else []
         floor = floor_seconds(data, name)
         steady = steady_of(data, name, batch) if kind == "engine" else []
         host, resolution = _host([seconds for entry in steady for seconds in entry.host])

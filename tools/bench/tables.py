@@ -76,7 +76,12 @@ class Page:
 
 def about_of(data: dict[str, Any], measured: Iterable[dict[str, Any]], page: Page) -> str:
     """Machine and versions of a result file, the commits of what was `measured`, and what changed since."""
-    commits = {f"{entry['commit'] or 'unknown'}"[:10] + "-dirty" * bool(entry["dirty"]) for entry in measured}
+    commits = {
+        f"{entry['commit'] or 'unknown'}"[:10]
+        + "-dirty" * bool(entry["dirty"])
+        + " (earlier code)" * (entry.get("sources_sha256") not in (None, data.get("sources_sha256")))
+        for entry in measured
+    }
     versions = data["versions"]
     hashes = {side["stage"]: side["sources_sha256"] for side in data.get("sides", [data])}
     # Of two stages each with its number, or both in one breath.
@@ -88,11 +93,18 @@ def about_of(data: dict[str, Any], measured: Iterable[dict[str, Any]], page: Pag
     )
 
 
-def about_file(data: dict[str, Any], page: Page) -> str:
-    """What `about_of` says of a file of one stage, and whether its second turns have run."""
+def about_file(
+    data: dict[str, Any], page: Page, prompts: str = "questions", beside: Iterable[dict[str, Any]] = ()
+) -> str:
+    """What `about_of` says of a file's numbers of one prompt set, and whether their second turns have run.
+
+    `beside` are processes that a table shows as well.
+    """
     engines = [p for p in data["processes"] if p["kind"] == "engine"]
-    turns = Counter((p["configuration"], cell["set"], cell["batch"]) for p in engines for cell in p["cells"])
-    text, halves = about_of(data, data["processes"], page), sum(count < 2 for count in turns.values())
+    cells = [(p, cell) for p in engines for cell in p["cells"] if cell["set"] == prompts]
+    turns = Counter((p["configuration"], cell["batch"]) for p, cell in cells)
+    text = about_of(data, [*(p for p, _ in cells), *beside], page)
+    halves = sum(count < 2 for count in turns.values())
     if not halves:
         return text
     which = "Each number comes" if halves == len(turns) else f"{halves} of {len(turns)} numbers come"

@@ -107,15 +107,25 @@ def profile_max_num_tokens(server_args: ServerArgs, runners: list[ModelRunner]) 
     """How many slots fit beside the weights, in whole pages: target and draft have a row each for every slot.
 
     Raises:
-        ValueError: nothing fits.
+        ValueError: nothing fits, or not what was asked for.
     """
     page, context = server_args.page_size, runners[0].model_config.context_len
-    most = server_args.max_running_requests * (context + page)
+    per_token, device = sum(r.kv_bytes_per_token() for r in runners), runners[0].device
+    free, total = _memory(device)
+    asked = {"max_total_tokens": per_token, "max_running_requests": 4 * context}  # a row of req_to_token
+    for name, each in asked.items():
+        if (size := (getattr(server_args, name) or 0) * each) > free:
+            raise ValueError(
+                f"{name}={getattr(server_args, name)} takes {size / 1e9:,.1f} GB and the {device.type} has "
+                f"{free / 1e9:,.1f} GB: give at most {free // each}"
+            )
     if server_args.max_total_tokens is not None:
         tokens = server_args.max_total_tokens
     else:
-        per_token = sum(r.kv_bytes_per_token() for r in runners)
-        tokens = min(_free_bytes(server_args, runners[0].device) // per_token, most)
+        # A CPU's memory belongs to everybody: stay modest unless told otherwise.
+        share = server_args.mem_fraction_static or (0.85 if device.type == "cuda" else 0.1)
+        most = server_args.max_running_requests * (context + page)
+        tokens = min(int(free - total * (1 - share)) // per_token, most)
     tokens = tokens // page * page
     if tokens < page:
         raise ValueError(
@@ -125,14 +135,12 @@ def profile_max_num_tokens(server_args: ServerArgs, runners: list[ModelRunner]) 
     return tokens
 
 
-def _free_bytes(server_args: ServerArgs, device: torch.device) -> int:
-    """What `mem_fraction_static` of the device's memory leaves beside the weights already loaded."""
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of the device that are free beside the weights, and all; a CPU's count as free."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free - total * (1 - (server_args.mem_fraction_static or 0.85)))
-    # A CPU's memory belongs to everybody: stay modest unless told otherwise.
+        return torch.cuda.mem_get_info(device)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(total * (server_args.mem_fraction_static or 0.1))
+    return total, total
 
 
 def _resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
