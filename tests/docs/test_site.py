@@ -12,6 +12,8 @@ from tests.conftest import BROWSER
 from tests.docs.browser import Browser
 from tools.provenance import REPO
 
+pytestmark = pytest.mark.slow
+
 LOOKS = [(360, "light"), (360, "dark"), (1300, "light"), (1300, "dark")]
 PAGES = sorted(path.stem for path in (REPO / "docs").glob("*.md"))
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}

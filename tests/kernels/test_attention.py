@@ -8,6 +8,8 @@ import torch
 
 from stages.part4_worker.kernels import HostMetadata
 
+pytestmark = pytest.mark.slow
+
 NAN = float("nan")
 
 

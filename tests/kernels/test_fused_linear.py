@@ -7,6 +7,8 @@ from stages.part4_worker.kernels.triton import fused_linear
 from tests.kernels import oracles
 from tests.kernels.oracles import close, guarded, guarded_rows
 
+pytestmark = pytest.mark.slow
+
 EPS = 1e-5
 NAN = float("nan")
 

@@ -7,6 +7,8 @@ import torch
 
 from tests.kernels.oracles import product
 
+pytestmark = pytest.mark.slow
+
 NAN = float("nan")
 
 

@@ -7,6 +7,8 @@ import torch
 from stages.part4_worker.kernels.native.random import USE_SAMPLE
 from stages.part4_worker.kernels.native.sampling import inverse_cdf
 
+pytestmark = pytest.mark.slow
+
 
 def draw_oracle(weights, u):
     """weights: floats in vocabulary order, not normalised."""

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from stages.part4_worker.kernels.native.topk import topk_softmax
 
+pytestmark = pytest.mark.slow
+
 INF = float("inf")
 
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from stages.part4_worker.kernels.tree_types import Beams, Candidates
 
+pytestmark = pytest.mark.slow
+
 NAN = float("nan")
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from stages.part4_worker.kernels.native import verify
 from stages.part4_worker.kernels.native.random import USE_ACCEPT, USE_SAMPLE
 
+pytestmark = pytest.mark.slow
+
 
 class Tree:
     """A tree given by the parent of each row; the links are found by looking at all rows."""

@@ -152,6 +152,7 @@ def test_wrapping_twice_and_unwrapping() -> None:
     assert vars(owner) == {} and owner.work() == "a"
 
 
+@pytest.mark.slow
 def test_a_process_says_every_number_as_a_line(tiny_flags) -> None:
     said: list[dict] = []
     sets = [
@@ -221,6 +222,7 @@ def test_hugging_face_answers_every_question_to_its_length(zoo, mode, recwarn) -
     assert (found["tokens"], found["requests"], found["batch"]) == (14, 2, 1) and found["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_the_command_measures_with_a_process_of_its_own(fledge, tiny_options, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(bench_plans, "there_and_back", list)  # one process is slow enough for a test
     path = tmp_path / "r.json"

@@ -12,6 +12,8 @@ from tools.bench.measure import Run
 from tools.bench.pairs_summary import bootstrap, lines_of, load_pairs, summarise_idle, summarise_pairs
 from tools.bench.stages_door import DRAFTS, BadInput, resolve_stage
 
+pytestmark = pytest.mark.slow
+
 SPEC_V2 = resolve_stage("spec_v2")
 
 

@@ -20,12 +20,13 @@ def test_the_course_has_no_hole() -> None:
     assert holes(REPO) == []
 
 
-# `make quick` leaves this one out: a process for each exercise.
+@pytest.mark.slow
 def test_every_exercise_is_red_as_given_and_green_as_solved() -> None:
     assert exercises_that_fail(REPO, read_exercises()) == []
 
 
 # The gate tries all that are recorded. These two fit the case that is shown.
+@pytest.mark.slow
 def test_every_exercise_is_red_with_a_wrong_mend() -> None:
     chosen = [exercise for exercise in read_exercises() if exercise.id in ("near-the-limit", "biased-draw")]
     assert len(chosen) == 2 and wrong_mends_that_pass(REPO, chosen) == []
@@ -134,6 +135,7 @@ HARM = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path, pattern, new, said", HARM, ids=[case[3][:40] for case in HARM])
 def test_a_hole_is_found(course: Path, path: str, pattern: str, new: str, said: str) -> None:
     file = course / path
@@ -148,6 +150,7 @@ def test_a_hole_is_found(course: Path, path: str, pattern: str, new: str, said: 
     assert any(said in hole for hole in found), found
 
 
+@pytest.mark.slow
 def test_an_invariant_names_tests_of_its_own_stage() -> None:
     """Cases of a stage, files that import one, and a test of everything: asked of pytest in one go."""
     ranks = "tests/stages/part4_worker/test_dp_attention.py::test_all_ranks_take_the_same_step"
@@ -159,6 +162,7 @@ def test_an_invariant_names_tests_of_its_own_stage() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_command(fledge: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     done = fledge("course", "check")
     assert done.exit_code == 0 and "nothing is missing" in done.stdout

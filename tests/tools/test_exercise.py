@@ -18,6 +18,8 @@ from tools.exercises.mend import Scratch, read_exercises
 from tools.exercises.pytest_report import _asserted
 from tools.provenance import REPO
 
+pytestmark = pytest.mark.slow
+
 STAGE = NAMES[3]
 COMMIT = "a47bf39123c4f5bffcf96a80640f234e3f637c4c"
 TESTS = f"""\

@@ -15,6 +15,8 @@ from tools.models.head_eval import Rounds, rows_of, simulate
 from tools.models.head_model import load_head, rotary_table, save_head
 from tools.models.head_report import check_engine
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["EAGLE", "EAGLE3"])
 def setting(request, tmp_path_factory):

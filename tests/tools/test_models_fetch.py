@@ -20,6 +20,8 @@ from tools.models import cache, fetch, gguf_model
 from tools.models.cache import ModelError, is_whole, model_path
 from tools.models.fetch import Source, fetch_head, fetch_target
 
+pytestmark = pytest.mark.slow
+
 MEMBER = "tiny/tiny.gguf"
 NAME = "smollm2-135m-instruct"
 

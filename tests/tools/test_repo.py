@@ -130,9 +130,10 @@ def test_pytest_is_strict() -> None:
     settings = PROJECT["tool"]["pytest"]["ini_options"]
     assert {"--strict-config", "--strict-markers", "--import-mode=importlib"} <= set(settings["addopts"])
     markers = [marker.partition(":")[0] for marker in settings["markers"]]
-    assert markers == ["gpu", "multi_gpu", "model", "browser"]
+    assert markers == ["gpu", "multi_gpu", "model", "slow", "browser"]
 
 
+@pytest.mark.slow
 def test_a_missing_model_fails_and_does_not_skip(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_it(target_path): pass\n")
     shutil.copy(REPO / "tests" / "conftest.py", tmp_path)
@@ -224,6 +225,7 @@ def test_ci_calls_make_test() -> None:
     assert "make test" in script.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.slow
 def test_a_built_wheel_carries_stages_and_heads(tmp_path: Path) -> None:
     copy = tmp_path / "repo"
     for name in ("stages", "tools"):

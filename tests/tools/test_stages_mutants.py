@@ -13,6 +13,8 @@ from tests.tools.stage_helpers import NAMES, MadeUp
 from tools.stages import mutants as module
 from tools.stages.mutants import mutants
 
+pytestmark = pytest.mark.slow
+
 STAGE = NAMES[3]
 TESTS = f"""\
 import pytest

@@ -19,6 +19,8 @@ from tools.upstream.history import SPECULATIVE
 from tools.upstream.ledger import LedgerHistory
 from tools.upstream.named import Named
 
+pytestmark = pytest.mark.slow
+
 EAGLE = "Eagle speculative decoding"
 
 

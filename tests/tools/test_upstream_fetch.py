@@ -27,6 +27,8 @@ from tools.upstream.ledger import LedgerHistory
 from tools.upstream.named import Named
 from tools.upstream.quiet_git import QuietGit
 
+pytestmark = pytest.mark.slow
+
 UNNAMED = f"{SPECULATIVE}/notes.txt"
 
 

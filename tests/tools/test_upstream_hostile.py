@@ -18,6 +18,8 @@ from tools.upstream.history import SPECULATIVE, Change, MissingObject, NoSuchRef
 from tools.upstream.ledger import LedgerHistory
 from tools.upstream.named import Named
 
+pytestmark = pytest.mark.slow
+
 
 class Traps:
     """Programs that leave a file when they run."""

@@ -190,6 +190,7 @@ def two(zoo):
         yield engine
 
 
+@pytest.mark.slow
 def test_two_ranks_answer_like_one(zoo, two):
     check_plain_answers(zoo, two)
 

@@ -49,6 +49,7 @@ def launches(engine, monkeypatch) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_at_most_six_kernels_per_layer_at_one_row(tmp_path, monkeypatch):
     zoo, counts = Zoo(tmp_path), []
     for layers in (1, 3):

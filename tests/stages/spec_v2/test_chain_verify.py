@@ -10,6 +10,8 @@ import torch
 
 from stages.spec_v2.kernels import KERNEL_SETS, load_kernels
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NATIVE = load_kernels("native")
 

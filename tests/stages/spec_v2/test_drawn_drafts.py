@@ -9,6 +9,8 @@ import pytest
 from tests.contract.harness import run
 from tests.contract.probe import swapped
 
+pytestmark = pytest.mark.slow
+
 REJECT = {"tree": (3, 1, 4), "speculative_use_rejection_sampling": True}
 FILTERS = ({"top_p": 0.7}, {"temperature": 0.6, "top_k": 5}, {"min_p": 0.2}, {}, {"top_k": 9})
 

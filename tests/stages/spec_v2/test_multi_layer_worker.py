@@ -132,6 +132,7 @@ def test_a_storm(engines, zoo, page, pool, flags):
         assert engine.get_server_info()["avg_correct_drafts"] > 0.5
 
 
+@pytest.mark.slow
 def test_delays_change_nothing(engines, zoo):
     """Early or late: the same drafts, so the same rounds."""
     prompts = zoo.prompts((5, 9, 7, 12), NEW, SPEC) * 2

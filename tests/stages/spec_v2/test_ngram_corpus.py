@@ -230,6 +230,7 @@ def test_another_source_is_another_library(cache, monkeypatch, tmp_path):
     assert build_library() != first and len(list(cache.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_once(cache):
     """Each of them finds a whole library, and nothing half-made stays behind."""
     code = (

@@ -42,6 +42,7 @@ def test_a_storm(engines, zoo, tree, page, pool, flags):
         assert engine.get_server_info()["avg_correct_drafts"] > 1
 
 
+@pytest.mark.slow
 def test_delays_change_nothing(engines, zoo):
     """Early or late: the same drafts, so the same rounds."""
     prompts = zoo.prompts((5, 9, 7, 12), NEW) * 2
