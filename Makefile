@@ -64,7 +64,7 @@ test: model ## the whole suite; what needs a GPU is skipped where there is none
 
 # Everything but the contract suite, and nothing that needs the model, other processes or thousands of steps.
 quick: $(SETUP) ## under two minutes: all but the contract suite, and what is slow or needs the model or a browser
-	@$(PY) -m pytest $(TWO_AT_A_TIME) -m 'not model and not browser and not slow' -k 'not dp_attention and not storm' $(filter-out tests/contract,$(patsubst %/,%,$(wildcard tests/*/)))
+	@$(PY) -m pytest $(TWO_AT_A_TIME) -m 'not model and not browser and not slow' $(filter-out tests/contract,$(patsubst %/,%,$(wildcard tests/*/)))
 
 test-gpu: model ## what needs one GPU or more
 	@$(PY) -m pytest -m 'gpu or multi_gpu'

@@ -19,6 +19,7 @@ def test_both_sets_have_the_same_functions_and_arguments(native, triton_kernels)
             assert first == second
 
 
+@pytest.mark.slow
 def test_native_does_not_import_triton():
     program = (
         "import sys; from stages.part4_worker.kernels import load_kernels; load_kernels('native'); "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .configurations import METHODS, PLAIN, shape_of
@@ -37,34 +37,32 @@ def runs_of(cell: dict[str, Any]) -> list[Run]:
     return [Run(*values) for values in zip(*(cell[name] for name in names), strict=True)]
 
 
-def cells_of(data: dict[str, Any], kind: str = "engine") -> dict[Key, list[Run]]:
-    """All runs of a result file, those of both turns together, in the order of the configurations."""
-    found: dict[Key, list[Run]] = defaultdict(list)
+def each_cell(data: dict[str, Any], kind: str) -> Iterator[tuple[Key, dict[str, Any], dict[str, Any]]]:
+    """Every cell of the processes of a kind, with its process, in the order they ran."""
     for process in data["processes"]:
         if process["kind"] == kind:
             for cell in process["cells"]:
-                found[process["configuration"], cell["set"], cell["batch"]] += runs_of(cell)
+                yield (process["configuration"], cell["set"], cell["batch"]), process, cell
+
+
+def cells_of(data: dict[str, Any], kind: str = "engine") -> dict[Key, list[Run]]:
+    """All runs of a result file, those of both turns together, in the order of the configurations."""
+    found: dict[Key, list[Run]] = defaultdict(list)
+    for key, _, cell in each_cell(data, kind):
+        found[key] += runs_of(cell)
     return dict(found)
 
 
 def codes_of(data: dict[str, Any], kind: str = "engine") -> dict[Key, str | None]:
     """The hash of the code that each cell was measured with."""
-    return {
-        (process["configuration"], cell["set"], cell["batch"]): process.get("sources_sha256")
-        for process in data["processes"]
-        if process["kind"] == kind
-        for cell in process["cells"]
-    }
+    return {key: process.get("sources_sha256") for key, process, _ in each_cell(data, kind)}
 
 
 def process_medians(data: dict[str, Any], kind: str = "engine") -> dict[Key, list[float]]:
     """The median tokens/s of each process that measured a cell, in the order they ran."""
     found: dict[Key, list[float]] = defaultdict(list)
-    for process in data["processes"]:
-        if process["kind"] == kind:
-            for cell in process["cells"]:
-                median = statistics.median(run.speed for run in runs_of(cell))
-                found[process["configuration"], cell["set"], cell["batch"]].append(median)
+    for key, _, cell in each_cell(data, kind):
+        found[key].append(statistics.median(run.speed for run in runs_of(cell)))
     return dict(found)
 
 

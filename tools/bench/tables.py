@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from ..provenance import changed_files, sources_sha256
-from .bench_summary import processes_disagree
+from .bench_summary import each_cell, processes_disagree
 from .stages_door import STAGES
 
 UNKNOWN = "-"
@@ -100,10 +100,9 @@ def about_file(
 
     `beside` are processes that a table shows as well.
     """
-    engines = [p for p in data["processes"] if p["kind"] == "engine"]
-    cells = [(p, cell) for p in engines for cell in p["cells"] if cell["set"] == prompts]
-    turns = Counter((p["configuration"], cell["batch"]) for p, cell in cells)
-    text = about_of(data, [*(p for p, _ in cells), *beside], page)
+    cells = [(key, process) for key, process, _ in each_cell(data, "engine") if key[1] == prompts]
+    turns = Counter(key for key, _ in cells)
+    text = about_of(data, [*(process for _, process in cells), *beside], page)
     halves = sum(count < 2 for count in turns.values())
     if not halves:
         return text

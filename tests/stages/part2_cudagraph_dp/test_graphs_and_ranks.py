@@ -195,6 +195,7 @@ def test_two_ranks_answer_like_one(zoo, two):
     check_plain_answers(zoo, two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [0, 1])
 def test_a_rank_without_requests_takes_the_graphs_of_the_other(zoo, two, busy):
     """The hang of part 2: an idle rank that ran eagerly beside one that replays would gather other rows."""

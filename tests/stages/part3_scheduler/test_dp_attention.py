@@ -13,6 +13,8 @@ from tests.stages.part4_worker.dp_helpers import (
     flags,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory) -> Zoo:

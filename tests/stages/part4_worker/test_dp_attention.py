@@ -47,6 +47,8 @@ from .dp_helpers import (
     told,
 )
 
+pytestmark = pytest.mark.slow
+
 TREE = TREES[-1]
 
 

@@ -21,6 +21,8 @@ from tests.contract.harness import REPO, Zoo
 
 from .dp_helpers import GREEDY, TWO_RANKS, flags
 
+pytestmark = pytest.mark.slow
+
 TREE = (3, 2, 8)
 
 

@@ -24,7 +24,7 @@ from .dp_helpers import (
     steps,
 )
 
-pytestmark = pytest.mark.multi_gpu
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.slow]
 CUDA = {"device": "cuda", "attention_backend": "triton"}
 
 

@@ -21,6 +21,8 @@ from tests.stages.part4_worker.dp_helpers import (
     told,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def one(zoo: Zoo):

@@ -104,6 +104,7 @@ def test_a_module_reads_a_layer_of_its_own(engines, zoo, module):
     assert seen == [i >= module for i in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page, pool, flags",
     [

@@ -222,6 +222,7 @@ def test_it_is_compiled_once(cache, monkeypatch):
     assert build_library() == library, "without a compiler, since it is there"
 
 
+@pytest.mark.slow
 def test_another_source_is_another_library(cache, monkeypatch, tmp_path):
     first = build_library()
     other = tmp_path / "ngram_corpus.cpp"

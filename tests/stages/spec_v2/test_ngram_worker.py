@@ -15,6 +15,7 @@ NEW = 24
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page, pool, flags", [(1, 144, {}), (4, 176, {"disable_cuda_graph": True})])
 def test_a_storm(engines, zoo, page, pool, flags):
     """Requests that end, are aborted and pushed back; few nodes, so that much is forgotten on the way."""

@@ -17,6 +17,7 @@ NEW = 24
 SPEC = replace(models.BASE, name="base-standalone", algorithm="STANDALONE")  # the same target as BASE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tree, page, pool, flags",
     [((3, 1, 4), 1, 128, {}), ((3, 1, 4), 4, 160, {"disable_cuda_graph": True}), ((3, 2, 8), 4, 192, {})],

@@ -14,6 +14,8 @@ from tests.contract.probe import Probe, swapped
 
 from .lag import Lag, poison_on_free
 
+pytestmark = pytest.mark.slow
+
 POOL_PROMPTS = (3, 5, 8, 9, 12, 14, 17, 21)
 # Tree, page, pool, graphs; the numbers of steps add up to two thousand and more.
 STORMS = [
