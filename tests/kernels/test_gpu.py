@@ -127,10 +127,16 @@ def variants():
 
 
 def kind(bs):
-    """All that a batch size decides: the linear layers' plan, the head's tile, whether attention splits."""
-    rows, groups = bs * N, importlib.import_module(f"{fused_linear.__package__}.attention")._SPLIT_GROUPS
+    """All that a batch size decides: the layers' plan, the head's tile, attention's programs and splits."""
+    rows, attention = bs * N, importlib.import_module(f"{fused_linear.__package__}.attention")
     tile = next((size for size in (16, 32) if rows <= size), 64)
-    return fused_linear.plan_for(rows, torch.bfloat16), tile, bs * KV_HEADS <= groups
+    programs = tuple(bs * KV_HEADS <= most for most, _ in attention._PROGRAMS)
+    return (
+        fused_linear.plan_for(rows, torch.bfloat16),
+        tile,
+        programs,
+        bs * KV_HEADS <= attention._SPLIT_GROUPS,
+    )
 
 
 def test_no_batch_size_compiles_anew(triton_kernels, device):
@@ -149,9 +155,9 @@ def test_no_batch_size_compiles_anew(triton_kernels, device):
     assert variants() == before
 
 
-@pytest.mark.parametrize("bs", [1, 2, 5, 33])
+@pytest.mark.parametrize("bs", [1, 2, 5, 33, 50, 90])
 def test_a_round_equals_the_native_twins(native, triton_kernels, device, dtype, tolerance, bs):
-    """By whole rows, by tiles of both heights, and by the library."""
+    """By whole rows, by tiles of both heights, and by the library; attention by every kind of program."""
     step = Round(bs, device, dtype)
     for first, second in zip(step(native), step(triton_kernels), strict=True):
         assert first.dtype == second.dtype

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.contract.probe import Probe
-from tools.bench import bench_plans, kernels, measure, steady
+from tools.bench import attention_programs, bench_plans, kernel_layers, kernels, measure, steady
 from tools.bench.bench_plans import HF_MODES
 from tools.bench.bench_process import run_job
 from tools.bench.bench_results import load
@@ -304,3 +304,44 @@ def test_the_table_of_kernels_has_the_plan_in_use_and_is_kept_row_by_row(tmp_pat
             assert row["in_use"] is None
         else:
             assert tuple(row["in_use"].values()) in plans and row["library_us"] == row["rows"]
+
+
+def test_the_programs_of_attention_are_timed_for_every_batch_and_the_ones_in_use_are_back(
+    monkeypatch,
+) -> None:
+    attention = pytest.importorskip("stages.part4_worker.kernels.triton.attention")
+    in_use = attention._PROGRAMS
+
+    def time(requests, bench) -> float:
+        ((_, (warps, columns)),) = attention._PROGRAMS
+        return warps if requests < 64 else columns - warps / 100
+
+    monkeypatch.setattr(attention_programs, "Decoding", lambda _, requests, rows_each, device: requests)
+    monkeypatch.setattr(attention_programs, "Bench", lambda device: None)
+    monkeypatch.setattr(attention_programs, "microseconds", time)
+    found = list(attention_programs.measure_attention())
+    assert attention._PROGRAMS is in_use
+    batches = [(row["requests"], row["rows_each"]) for row in found]
+    assert len(set(batches)) == len(found) and {(1, 1), (64, 1), (128, 8)} <= set(batches)
+    for row in found:
+        assert row["programs_us"][0][1] == ((4, 64) if row["requests"] < 64 else (8, 64))
+        assert row["in_use"] in [program for _, program in row["programs_us"]]
+    assert {row["requests"]: row["in_use"] for row in found} == {
+        1: (8, 128), 8: (8, 128), 32: (8, 128), 64: (4, 128), 128: (4, 64)
+    }  # fmt: skip
+
+
+def test_the_layers_with_attention_see_their_context_and_of_the_new_tokens_the_ones_before(
+    monkeypatch,
+) -> None:
+    from stages.part4_worker.kernels import load_kernels
+
+    monkeypatch.setitem(kernel_layers.MODEL, "num_hidden_layers", 2)
+    layers = attention_programs.Decoding(load_kernels("native"), 3, 4, "cpu")
+    q = torch.randn(12, 9, 64, dtype=layers.x.dtype)
+    before, (keys, values) = layers.attend(0, q), layers.caches[0]
+    values[layers.table[1, :7].long()] += 1  # context of the second request
+    values[layers.table[2, 202].long()] += 1  # the third of its four new tokens
+    changed = (layers.attend(0, q) != before).flatten(1).any(1).tolist()
+    assert changed == [False] * 4 + [True] * 4 + [False, False, True, True]
+    assert layers.run().isfinite().all() and keys.isfinite().all()

@@ -100,7 +100,7 @@ def test_every_table_is_marked_where_it_belongs() -> None:
     ]
     assert names == [
         "speed", "pairs", "triton evolution 8", "triton questions", "flashinfer questions",
-        "triton questions spec_v2", "triton held-out", "flashinfer held-out", "kernels",
+        "triton questions spec_v2", "triton held-out", "flashinfer held-out", "kernels", "attention",
     ]  # fmt: skip
 
 
@@ -449,6 +449,13 @@ def test_the_table_of_the_kernels_sets_the_plan_in_use_beside_the_best_other(fol
          "tiles 64 × 16, 4 warps, 5 stages of 128", "510 µs"],
         ["1024", "990 µs", "the library", "", "tiles 64 × 16, 4 warps, 5 stages of 128", "1400 µs"],
     ]  # fmt: skip
+    assert "not measured yet" in rendered("<!-- bench attention -->\n<!-- /bench -->", folder / "bench")
+    timed = [[741.5, [8, 128]], [709.6, [4, 128]]]
+    data["attention"] = [{"requests": 64, "rows_each": 1, "in_use": [4, 128], "programs_us": timed}]
+    json_files.write(folder / "kernels.json", data)
+    head, _, *lines = table(folder / "bench", "attention")
+    assert head == ["requests", "rows each", "8 warps, 128 columns", "4 warps, 128 columns"]
+    assert lines == [["64", "1", "742 µs", "**710 µs**"]]
 
 
 def test_the_terminal_table_has_every_cell(folder) -> None:

@@ -28,7 +28,7 @@ from .bench_summary import (
     summarise,
 )
 from .configurations import CHAIN, PLAIN, TREE, name_of
-from .kernels_report import kernels_table
+from .kernels_report import attention_table, kernels_table
 from .pairs_report import pairs_table
 from .stages_door import all_stages
 from .tables import NOT_YET, Page, about_file, markdown, new_table, number, small, speed, speeds
@@ -136,8 +136,9 @@ def rendered(text: str, folder: Path = FOLDER, start: Path = REPO) -> str:
             table = speed_table(folder, page)
         elif words == ["pairs"]:
             table = pairs_table(folder, page)
-        elif words == ["kernels"]:
-            table = kernels_table(folder.parent / "kernels.json", page)
+        elif words in (["kernels"], ["attention"]):
+            kernels = kernels_table if words == ["kernels"] else attention_table
+            table = kernels(folder.parent / "kernels.json", page)
         elif words[1] == "evolution":
             table = evolution_table(folder, page, words[0], int(words[2]))
         else:

@@ -2,32 +2,26 @@
 
 Runs the four linear operations of every layer of the embedded model, with weights of its shapes, as one CUDA
 graph: once with norms, the library's products and the rest one after the other, and once with each candidate
-plan of the fused kernels. Attention is left out. `python -m tools.bench.kernels OUT.json [ROWS,…]` on a GPU.
+plan of the fused kernels. Attention is left out, and then measured in its turn: attention_programs.py.
+`python -m tools.bench.kernels OUT.json [ROWS,…]` on a GPU.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .. import json_files
 from ..provenance import provenance
-from .floor import Bench, layer_weights
+from .attention_programs import measure_attention
+from .floor import Bench
+from .kernel_layers import DTYPE, MODEL, STAGE, Layers, microseconds
 
-MODEL = {
-    "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536,
-    "num_attention_heads": 9, "num_key_value_heads": 3,
-}  # fmt: skip
-DTYPE = torch.bfloat16
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
-STAGE = "stages.part4_worker"
 
 
 def candidates(fused: Any, rows: int, used: Any) -> list[Any]:
@@ -47,36 +41,6 @@ def candidates(fused: Any, rows: int, used: Any) -> list[Any]:
             if stages * block_k * (block_m + 2 * block_n) * 2 < 200_000:
                 plans.append(fused.Plan("tiles", block_m, block_n, 4, block_k, stages))
     return list(dict.fromkeys(plans))
-
-
-class Layers:
-    """Weights and buffers; `run` is one pass through the linear operations of all layers."""
-
-    def __init__(self, kernels: Any, rows: int, device: str):
-        self.kernels = kernels
-        self.weights = layer_weights(MODEL, DTYPE, device)
-        self.norm = torch.ones(MODEL["hidden_size"], dtype=DTYPE, device=device)
-        dim = MODEL["hidden_size"] // MODEL["num_attention_heads"]
-        cache = (2, rows + 1, MODEL["num_key_value_heads"], dim)
-        self.cache = torch.empty(cache, dtype=DTYPE, device=device)
-        self.angles = torch.rand(rows + 1, dim, device=device)
-        self.loc = torch.arange(1, rows + 1, device=device)
-        self.x = torch.randn(rows, MODEL["hidden_size"], dtype=DTYPE, device=device)
-
-    def run(self) -> torch.Tensor:
-        k, x = self.kernels, self.x
-        for qkv, o, gate_up, down in self.weights:
-            q = k.norm_qkv_rotary_store(
-                x, self.norm, 1e-5, qkv, None, self.loc, self.angles, *self.cache, self.loc
-            )
-            x = k.linear(q.flatten(1), o, None, x)
-            x = k.linear(k.norm_gate_up(x, self.norm, 1e-5, gate_up, None), down, None, x)
-        return x
-
-
-def microseconds(layers: Layers, bench: Bench) -> float:
-    """Median time of one pass."""
-    return statistics.median(bench.seconds(layers.run)) * 1e6
 
 
 def measure(rows_list: tuple[int, ...]) -> Iterator[dict[str, Any]]:
@@ -122,10 +86,12 @@ def main(path: str, rows_list: tuple[int, ...] = ROWS) -> None:
         "model": MODEL,
         "dtype": str(DTYPE).removeprefix("torch."),
         "rows": [],
+        "attention": [],
     }
-    for result in measure(rows_list):
-        found["rows"].append(result)
-        json_files.write(Path(path), found)
+    for part, results in (("rows", measure(rows_list)), ("attention", measure_attention())):
+        for result in results:
+            found[part].append(result)
+            json_files.write(Path(path), found)
 
 
 if __name__ == "__main__":

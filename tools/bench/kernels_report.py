@@ -1,4 +1,4 @@
-"""How fast a layer's products are, from docs/data/kernels.json, which tools/bench/kernels.py wrote."""
+"""How fast a layer's products and attention are, from docs/data/kernels.json: see tools/bench/kernels.py."""
 
 from __future__ import annotations
 
@@ -22,6 +22,26 @@ def kernels_table(path: Path, page: Page) -> str:
         times = (row["library_us"], mine, other)
         library, mine, other = ("" if time is None else f"{time:.0f} µs" for time in times)
         lines.append([str(row["rows"]), library, _name(used), mine, _name(plan) if plan else "", other])
+    return _with_source(lines, data, path, page)
+
+
+def attention_table(path: Path, page: Page) -> str:
+    """A line for each batch, a column for each program of attention; bold is the one in use."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    found = data.get("attention")
+    if not found:
+        return "not measured yet: `python -m tools.bench.kernels OUT.json` on a machine with a GPU"
+    programs = sorted({tuple(program) for row in found for _, program in row["programs_us"]}, reverse=True)
+    lines = [["requests", "rows each", *(f"{warps} warps, {columns} columns" for warps, columns in programs)]]
+    for row in found:
+        times = {tuple(program): f"{time:.0f} µs" for time, program in row["programs_us"]}
+        used = tuple(row["in_use"])
+        times[used] = f"**{times[used]}**"
+        lines.append([str(row["requests"]), str(row["rows_each"]), *(times[program] for program in programs)])
+    return _with_source(lines, data, path, page)
+
+
+def _with_source(lines: list[list[str]], data: dict[str, Any], path: Path, page: Page) -> str:
     about = about_of({**data, "sides": []}, [data], page)
     return f"{markdown(lines)}\n\n{about} Source: {page.link(path)}"
 

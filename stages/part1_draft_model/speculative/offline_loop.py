@@ -127,13 +127,7 @@ class OfflineLoop(Scheduler):
     def commit(self, batch: ScheduleBatch, output: EagleVerifyOutput) -> GenerationBatchResult:
         """Read the round's result and append what each request accepted up to its end."""
         result = output.result.read()
-        counts = []
-        for i, req in enumerate(batch.reqs):
-            count, accepted = req.take(result, i), len(result.tokens[i])
-            req.kv_len += count
-            req.count_round(proposed=self.num_draft_tokens - 1, correct=min(count, accepted - 1))
-            counts.append(count)
-        batch.seq_lens = batch.seq_lens + np.array(counts)
+        batch.seq_lens = batch.seq_lens + batch.take_accepted(result, proposed=self.num_draft_tokens - 1)
         return result
 
     def _drop_finished(self, batch: ScheduleBatch) -> None:

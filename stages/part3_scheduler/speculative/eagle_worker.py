@@ -52,16 +52,8 @@ class EAGLEWorker(EagleForwards):
         n, table = self.speculative_num_draft_tokens, batch.req_to_token_pool.req_to_token_host
         columns = np.arange(n)
         result = output.result.read()
-        counts = []
-        for i, req in enumerate(batch.reqs):
-            count, accepted = req.take(result, i), len(result.tokens[i])
-            req.kv_len += count
-            req.count_round(proposed=n - 1, correct=min(count, accepted - 1))
-            counts.append(count)
-        kept = np.array(counts)
-        is_kept = (
-            columns < kept[:, None]
-        )  # [bs, n]; the rest was not accepted, or is behind the request's end
+        kept = batch.take_accepted(result, proposed=n - 1)
+        is_kept = columns < kept[:, None]  # [bs, n]; the rest was not accepted, or is behind an end
         rows, places = batch.req_pool_indices[:, None].repeat(n, 1), batch.seq_lens[:, None] + columns
         table[rows[is_kept], places[is_kept]] = batch.out_cache_loc[is_kept]
         evict_mask = ~is_kept

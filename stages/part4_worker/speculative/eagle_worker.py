@@ -92,18 +92,9 @@ class EAGLEWorker(EagleForwards):
         places = (batch.req_pool_indices * table.shape[1] + batch.seq_lens)[:, None] + columns
         evict_mask = np.ones(bs * n, dtype=bool)
         result = output.result.read()
-        accept_index = result.accept_index[:bs].copy()  # what is kept; the result says what was accepted
-        counts = []
-        for i, req in enumerate(batch.reqs):
-            count, accepted = req.take(result, i), len(result.tokens[i])
-            if count < accepted:
-                accept_index[i, count:] = -1  # behind the request's end
-            req.kv_len += count
-            req.count_round(proposed=n - 1, correct=min(count, accepted - 1))
-            counts.append(count)
-        kept = np.array(counts)
-        is_kept = accept_index >= 0  # [bs, max_path + 1]
-        nodes = (first_nodes + (columns if self.moves_kv else accept_index))[is_kept]
+        kept = batch.take_accepted(result, proposed=n - 1)
+        is_kept = columns < kept[:, None]  # [bs, max_path + 1]; what else was accepted is behind an end
+        nodes = (first_nodes + (columns if self.moves_kv else result.accept_index[:bs]))[is_kept]
         table.reshape(-1)[places[is_kept]] = batch.out_cache_loc.reshape(-1)[nodes]
         evict_mask[nodes] = False
         evict_mask = evict_mask.reshape(bs, n)

@@ -15,6 +15,7 @@ values are read once per group and heads need not be a power of two.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -28,6 +29,9 @@ _SPLITS = 16
 _AT_A_TIME = tl.constexpr(4)  # parts that are combined side by side, and not one behind the other
 _SPLIT_GROUPS = 64  # with more groups of programs than this the GPU is busy without
 _INTERPRETED_SPLIT_GROUPS = 0  # the interpreter runs programs one after another
+# Warps of a program and columns of its tile, by the most groups that they are for. The more programs share
+# one of an H200's 132 multiprocessors, the fewer registers each may take: room is left for one, two or more.
+_PROGRAMS = ((128, (8, 128)), (256, (4, 128)), (math.inf, (4, 64)))
 _LOG2_E = 1.4426950408889634
 
 
@@ -146,12 +150,11 @@ def _attention_kernel(
     if HAS_MASK:
         words = tree_mask + request * mask_stride_b + token * mask_stride_q
         first_bits = tl.load(words, mask=row_inside & (WORDS > 0), other=0)
-    # What the first tile has of the prefix, where so few programs run that it is memory they wait for.
+    # What the first tile has of the prefix.
     key = tl.zeros([BLOCK_N, BLOCK_D], k_cache.dtype.element_ty)
     value = tl.zeros([BLOCK_N, BLOCK_D], v_cache.dtype.element_ty)
-    known = tl.minimum(prefix, stop) if SPLITS > 1 else 0
-    if SPLITS > 1:
-        key, value = _keys_and_values(k_head, v_head, slot, column < known, key, value, k_stride, D, BLOCK_D)
+    known = tl.minimum(prefix, stop)
+    key, value = _keys_and_values(k_head, v_head, slot, column < known, key, value, k_stride, D, BLOCK_D)
     wait_for_inputs(PDL)
 
     dim = tl.arange(0, BLOCK_D)
@@ -267,6 +270,10 @@ def attention(
     splits = _SPLITS if groups <= (_SPLIT_GROUPS if q.is_cuda else _INTERPRETED_SPLIT_GROUPS) else 1
     tickets = _tickets(q.device)
     parts, block_d = tickets, max(16, triton.next_power_of_2(dim))
+    if exact or block_m > 32:
+        warps, columns = 8 if block_m > 16 else 4, 64 if exact else 128
+    else:
+        warps, columns = next(program for most, program in _PROGRAMS if groups <= most)
     if splits > 1:
         parts = torch.empty(groups * splits * block_m * (block_d + 2), dtype=torch.float32, device=q.device)
     _attention_kernel[(bs, kv_heads, blocks * splits)](
@@ -290,13 +297,13 @@ def attention(
         D=dim,
         BLOCK_D=block_d,
         BLOCK_M=block_m,
-        BLOCK_N=64 if exact or block_d > 64 else 128,
+        BLOCK_N=columns if block_d <= 64 else 64,
         PAGE=page_size,
         HAS_MASK=tree_mask is not None,
         WORDS=0 if tree_mask is None else mask.shape[2],
         PRECISION="ieee" if exact else "tf32",
         SPLITS=splits,
-        num_warps=8 if (block_m > 16 if exact else block_m > 32 or splits > 1) else 4,
+        num_warps=warps,
         num_stages=1,
         **dependent(q),
     )
