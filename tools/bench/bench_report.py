@@ -1,8 +1,8 @@
 """What a result file of `fledge bench` says: a table for the terminal, Markdown for the README.
 
 A document has its tables between `<!-- bench NAME -->` and `<!-- /bench -->`; NAME is "speed", "pairs",
-"kernels", "BACKEND SET" (of part4_worker) or "BACKEND SET STAGE", such as "triton questions spec_v2", or
-"BACKEND evolution BATCH". `render` writes them from docs/data/bench, and a test compares.
+"kernels", "attention", "BACKEND SET" (of part4_worker) or "BACKEND SET STAGE", such as "triton questions
+spec_v2", or "BACKEND evolution BATCH". `render` writes them from docs/data/bench, and a test compares.
 """
 
 from __future__ import annotations

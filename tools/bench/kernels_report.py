@@ -37,7 +37,8 @@ def attention_table(path: Path, page: Page) -> str:
         times = {tuple(program): f"{time:.0f} µs" for time, program in row["programs_us"]}
         used = tuple(row["in_use"])
         times[used] = f"**{times[used]}**"
-        lines.append([str(row["requests"]), str(row["rows_each"]), *(times[program] for program in programs)])
+        batch = [str(row[key]) for key in ("requests", "rows_each")]
+        lines.append(batch + [times.get(program, "") for program in programs])
     return _with_source(lines, data, path, page)
 
 

@@ -395,13 +395,14 @@ class ScheduleBatch:
     def _none_ends(self, result: GenerationBatchResult, tokens: list[int]) -> bool:
         """Whether no request ends at one of `tokens` or wants more than ids, as nearly always.
 
-        These are the rules of Req.take, asked once for all rows: asking each takes several times as long.
+        These are the rules of Req.take, asked once for all rows: asking each takes several times as long. For
+        that `least_room` is counted down by the most that a step adds, so it is asked once in every step.
         """
         most = result.next_token_ids.shape[1]
-        if self.room <= most:
-            self.room = min(r.max_new_tokens - len(r.output_ids) for r in self.reqs)
-        has_room = self.room > most
-        self.room -= most
+        if self.least_room <= most:
+            self.least_room = min(r.max_new_tokens - len(r.output_ids) for r in self.reqs)
+        has_room = self.least_room > most
+        self.least_room -= most
         return has_room and self.wants_only_ids and self.stop_ids.isdisjoint(tokens) and all(result.is_finite)
 
     def get_model_worker_batch(self) -> ModelWorkerBatch:
@@ -476,7 +477,7 @@ class ScheduleBatch:
     def _rows_changed(self) -> None:
         self.prompt_lens = np.array([len(r.origin_input_ids) for r in self.reqs], dtype=np.int64)
         self.output_ids = None
-        self.room = 0  # no request may have less left; counted anew where it does not suffice for a step
+        self.least_room = 0  # tokens that each request has left at least; counted anew where it is too few
         self.stop_ids = frozenset().union(*(r.stop_ids for r in self.reqs))
         self.wants_only_ids = all(r.wants_only_ids for r in self.reqs)
         self.return_logprob = any(r.logprobs is not None for r in self.reqs)

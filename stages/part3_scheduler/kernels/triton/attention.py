@@ -29,8 +29,9 @@ _SPLITS = 16
 _AT_A_TIME = tl.constexpr(4)  # parts that are combined side by side, and not one behind the other
 _SPLIT_GROUPS = 64  # with more groups of programs than this the GPU is busy without
 _INTERPRETED_SPLIT_GROUPS = 0  # the interpreter runs programs one after another
-# Warps of a program and columns of its tile, by the most groups that they are for. The more programs share
-# one of an H200's 132 multiprocessors, the fewer registers each may take: room is left for one, two or more.
+# Warps of a program and columns of its tile, for up to so many groups: about one for each of an H200's 132
+# multiprocessors, two, or more, which have to share its registers. Measured in bf16 with heads of 64; float32
+# and tiles of many rows have their own, and wider heads the same columns always.
 _PROGRAMS = ((128, (8, 128)), (256, (4, 128)), (math.inf, (4, 64)))
 _LOG2_E = 1.4426950408889634
 
