@@ -136,9 +136,10 @@ def rendered(text: str, folder: Path = FOLDER, start: Path = REPO) -> str:
             table = speed_table(folder, page)
         elif words == ["pairs"]:
             table = pairs_table(folder, page)
-        elif words in (["kernels"], ["attention"]):
-            kernels = kernels_table if words == ["kernels"] else attention_table
-            table = kernels(folder.parent / "kernels.json", page)
+        elif words == ["kernels"]:
+            table = kernels_table(folder.parent / "kernels.json", page)
+        elif words == ["attention"]:
+            table = attention_table(folder.parent / "kernels.json", page)
         elif words[1] == "evolution":
             table = evolution_table(folder, page, words[0], int(words[2]))
         else:
