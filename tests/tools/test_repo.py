@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -61,6 +62,16 @@ def test_all_pins_are_exact_and_none_names_a_host() -> None:
     assert "://" not in text and "--" not in text
     for pin in constraints().values():
         Version(pinned_version(pin))
+
+
+def test_every_pin_runs_on_the_oldest_python_that_is_promised() -> None:
+    """Debian 12 has 3.11.2: a package that wants a later 3.11 cannot be installed there."""
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=") + ".0"
+    pins = {name: pinned_version(pin) for name, pin in constraints().items()}
+    for found in metadata.distributions():
+        if pins.get(canonicalize_name(found.name)) == found.version:
+            wanted = found.metadata["Requires-Python"] or ""
+            assert oldest in SpecifierSet(wanted), f"{found.name} {found.version} wants {wanted}"
 
 
 def test_triton_is_pinned_for_the_cpu_alone() -> None:
